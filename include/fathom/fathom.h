@@ -1,0 +1,14 @@
+// SPDX-License-Identifier: MIT
+// Everything libfathom promises. Nothing outside include/fathom is part of the interface.
+#pragma once
+
+#include "fathom/backend.h"
+#include "fathom/error.h"
+#include "fathom/machine.h"
+#include "fathom/method.h"
+#include "fathom/model.h"
+#include "fathom/plan.h"
+#include "fathom/session.h"
+#include "fathom/stats.h"
+#include "fathom/store.h"
+#include "fathom/types.h"

@@ -1,0 +1,105 @@
+// SPDX-License-Identifier: MIT
+// Method: how one decode step attends to the cached tokens of a session. `dense`, `exact` and `random` bracket the rest.
+//
+// A method is built from a spec string `name:key=value,...` such as "fathom:bits=28,k=512" and belongs to one session. It
+// reads the session's rows and may keep an index of its own. One protocol holds for all (design section 5): the first
+// 4 and the last 32 tokens and every token not yet in a finished block are always attended; k counts the 36; the other
+// k - 36 are chosen per query head among the finished blocks; ties go to the smaller token; decode is dense while the
+// session has at most k tokens or fewer than `min` tokens.
+//
+// Thread safety: none; one session, one thread at a time. Work inside a call is spread by the backend.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "fathom/backend.h"
+#include "fathom/stats.h"
+#include "fathom/store.h"
+
+namespace fathom {
+
+// Sums over decode steps since the last ResetCounters. Bytes are those of the algorithm (closed form), not of caches.
+struct MethodCounters {
+  std::int64_t steps = 0;            // decode steps
+  std::int64_t calls = 0;            // steps * layers * KV heads
+  std::int64_t sparse_calls = 0;     // of those, calls that scanned; the rest were dense
+  double read_bits = 0;              // read bits per token per KV head, summed over sparse calls
+  std::int64_t index_bytes = 0;      // bytes of planes, means, scales (or keys, for `exact`) a scan reads
+  std::int64_t rows = 0;             // rows attended (union over the group)
+  std::int64_t row_bytes = 0;        // rows * 4 * head_dim
+
+  double mean_read_bits() const { return sparse_calls ? read_bits / static_cast<double>(sparse_calls) : 0; }
+};
+
+// A parsed spec: name and options, not yet checked against the method.
+struct MethodSpec {
+  std::string name;
+  std::map<std::string, std::string> options;
+
+  // Throws Error(kUsage) on a malformed spec: empty name, empty or repeated key, missing '='.
+  static MethodSpec Parse(std::string_view text);
+  // Canonical text: name, then options by key.
+  std::string ToString() const;
+};
+
+// What a method may use of its session. Everything outlives the method.
+struct MethodContext {
+  const RowStore* rows = nullptr;
+  const Backend* backend = nullptr;
+  // Second moments of the prefill's queries, [n_layers][n_kv_heads]; sampled evenly, none from decode.
+  const std::vector<SecondMoment>* queries = nullptr;
+  bool has_qk_norm = false;          // decides `basis=auto` of the published read
+};
+
+class Method {
+ public:
+  virtual ~Method() = default;
+
+  // The full spec with all defaults filled in; building from it gives the same method.
+  virtual std::string spec() const = 0;
+
+  // Decode attention of one position in one layer, after its row was written. n_tokens: visible tokens, that position
+  // included. q: [n_heads][D]; out: [n_heads][D]. Blocks that finished since the last call join the index first.
+  virtual void Attend(std::int32_t layer, std::int64_t n_tokens, const float* q, float* out) = 0;
+
+  // Makes the index of the first n_tokens tokens now, at the end of a prefill, rather than at the first Attend. Does
+  // nothing for a session too short to index or an index already made.
+  virtual void BuildIndex(std::int64_t n_tokens) = 0;
+
+  // The session forgot tokens from n_tokens on. What remains is as if they had never been seen.
+  virtual void Truncate(std::int64_t n_tokens) = 0;
+
+  // Index bytes held now, equal to the closed form of its shape.
+  virtual std::int64_t MemoryBytes() const = 0;
+
+  const MethodCounters& counters() const { return counters_; }
+  void ResetCounters() { counters_ = {}; }
+
+ protected:
+  MethodCounters counters_;
+};
+
+struct MethodInfo {
+  std::string name;
+  std::string summary;  // one line
+  std::string options;  // "k=512 (37..), bits=28 (0..512), ..." for help texts
+};
+
+// All methods of this build, in alphabetical order.
+std::vector<MethodInfo> ListMethods();
+
+// Throws Error(kUsage) for an unknown name or option (listing the valid ones), or a value out of range.
+std::unique_ptr<Method> MakeMethod(const MethodSpec& spec, const MethodContext& context);
+
+// Checks a spec without a session: the same errors as MakeMethod.
+void ValidateMethodSpec(const MethodSpec& spec);
+
+// Index bytes that the method of `spec` will hold for a session of n_tokens, all layers: the closed form.
+std::int64_t IndexBytes(const MethodSpec& spec, std::int32_t n_layers, HeadGeometry geometry, std::int64_t n_tokens);
+
+}  // namespace fathom

@@ -1,0 +1,130 @@
+// SPDX-License-Identifier: MIT
+// The two stores of a session: rows (keys and values at full precision) and the bit-plane index of the keys.
+// Byte layouts: docs/format.md. Both are single-writer; concurrent readers are safe while nobody writes.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "fathom/backend.h"
+#include "fathom/stats.h"
+#include "fathom/types.h"
+
+namespace fathom {
+
+class BlockReader;
+class Reservation;
+
+// Keys and values in fp16, K and V of a token adjacent: [n_layers][n_kv_heads][capacity][2][head_dim].
+// Address space for `capacity` tokens is reserved at once, so rows never move; memory is taken as tokens arrive.
+class RowStore {
+ public:
+  // Throws Error(kNoMemory) when the address space cannot be reserved, Error(kUsage) for an invalid geometry.
+  RowStore(std::int32_t n_layers, HeadGeometry geometry, std::int64_t capacity);
+  ~RowStore();
+  RowStore(const RowStore&) = delete;
+  RowStore& operator=(const RowStore&) = delete;
+
+  std::int32_t n_layers() const { return n_layers_; }
+  const HeadGeometry& geometry() const { return geometry_; }
+  std::int64_t capacity() const { return capacity_; }
+  // Tokens complete in all layers.
+  std::int64_t n_tokens() const { return n_tokens_; }
+
+  // Writes rows of tokens first .. first + n - 1 of one layer, rounding to nearest even. k, v: [n][n_kv_heads][D].
+  // Requires first + n <= capacity. Does not change n_tokens(): call Commit when all layers are written.
+  void Write(std::int32_t layer, std::int64_t first, std::int64_t n, const float* k, const float* v);
+  void Commit(std::int64_t n_tokens) { n_tokens_ = n_tokens; }
+  // Forgets tokens from n_tokens on; their memory stays taken and is written again. Requires n_tokens <= n_tokens().
+  void Truncate(std::int64_t n_tokens) { n_tokens_ = n_tokens; }
+
+  // Rows of one KV head: token i at result + i * 2 * head_dim.
+  const Half* rows(std::int32_t layer, std::int32_t kv_head) const;
+
+  // Closed form: n_layers * n_kv_heads * n_tokens * 2 * head_dim * 2 bytes.
+  static std::int64_t Bytes(std::int32_t n_layers, HeadGeometry geometry, std::int64_t n_tokens);
+  std::int64_t MemoryBytes() const { return Bytes(n_layers_, geometry_, n_tokens_); }
+
+ private:
+  Half* head(std::int32_t layer, std::int32_t kv_head) const;
+
+  std::int32_t n_layers_;
+  HeadGeometry geometry_;
+  std::int64_t capacity_;
+  std::int64_t n_tokens_ = 0;
+  std::unique_ptr<Reservation> memory_;
+};
+
+// Shape of the index of one KV head. segment_blocks: capacity of a segment, even and positive.
+struct IndexShape {
+  Codec codec = Codec::kMean;
+  std::int32_t head_dim = 0;
+  std::int32_t mean_bits = 4;       // 4 or 8, mean codec only
+  std::int32_t segment_blocks = 64;
+
+  // Planes and means or scales of one segment.
+  std::int64_t SegmentBytes() const;
+  // Segments needed for n_blocks times SegmentBytes: what HeadIndex::MemoryBytes reports.
+  std::int64_t IndexBytes(std::int64_t n_blocks) const;
+};
+
+// Frozen steps and decoders of the mean codec, per channel (design 3.1 points 1 and 2).
+struct MeanCodec {
+  std::vector<float> mean_step;  // [D] step of the quantized block means: 4 sigma of the block means / lim
+  std::vector<float> range;      // [D] a_j = 2 rms(residual); a cell is a_j / 8
+  std::vector<float> weight;     // [D][4][4]: weight[t-1][p] of bipolar bit p when t planes are read, least squares
+};
+
+// Bit-plane index of one KV head of one layer.
+//
+// Invariants: (1) a finished block is never rewritten; (2) all segments made by Build share codec 0; a segment added later
+// has its own, fitted on the rows of the segment before it; (3) Distortions() follows the whole index.
+class HeadIndex {
+ public:
+  HeadIndex(IndexShape shape, Basis basis);
+  ~HeadIndex();
+  HeadIndex(HeadIndex&&) noexcept;
+  HeadIndex& operator=(HeadIndex&&) noexcept;
+
+  // Fits the codec on blocks 0 .. n_blocks - 1 and packs them. rows: [n_blocks * 64][2][D]. Requires an empty index.
+  void Build(const Half* rows, std::int64_t n_blocks, const Backend& backend);
+  // Packs blocks n_blocks() .. n_blocks - 1. rows: the same base as in Build. Requires n_blocks() > 0 before. When memory
+  // runs out, the blocks packed so far stay.
+  void Append(const Half* rows, std::int64_t n_blocks, const Backend& backend);
+  // Forgets blocks from n_blocks on. What remains is as if they had never been appended; the codec of Build stays as it
+  // was fitted. With n_blocks = 0 the index is empty again.
+  void Truncate(const Half* rows, std::int64_t n_blocks);
+
+  const IndexShape& shape() const { return shape_; }
+  const Basis& basis() const { return basis_; }
+  std::int64_t n_blocks() const { return n_blocks_; }
+  std::int64_t n_tokens() const { return n_blocks_ * kBlockTokens; }
+  std::span<const SegmentView> segments() const { return views_; }
+  // Codecs in use; SegmentView::table indexes them. Empty for the paper codec.
+  std::span<const MeanCodec> codecs() const { return codecs_; }
+  // Mean squared error of every level over all indexed keys, [kLevels][D] (mean codec).
+  std::vector<double> Distortions() const;
+  std::int64_t MemoryBytes() const { return shape_.IndexBytes(n_blocks_); }
+
+ private:
+  struct Segment;
+  void PackBlocks(const Half* rows, std::int64_t n_blocks, const Backend& backend, bool building);
+  void AddSegment(std::int32_t table);
+  void AddFittedSegment(BlockReader& reader, const Backend& backend);
+  std::vector<double> SegmentErrors(std::size_t s) const;
+  void CloseSegment(std::size_t s, std::vector<double> errors);
+  PackArgs BlockArgs(std::int32_t block, const float* x);
+  void Clear();
+
+  IndexShape shape_;
+  Basis basis_;
+  std::int64_t n_blocks_ = 0;
+  std::vector<Segment> segments_;
+  std::vector<SegmentView> views_;
+  std::vector<MeanCodec> codecs_;
+  std::vector<double> closed_errors_;  // [kLevels][D] summed squared errors of all segments but the last
+};
+
+}  // namespace fathom

@@ -1,0 +1,189 @@
+// SPDX-License-Identifier: MIT
+#include <algorithm>
+#include <cassert>
+#include <cstddef>
+#include <utility>
+
+#include "fathom/store.h"
+#include "memory/aligned_buffer.h"
+#include "store/codec_fit.h"
+#include "store/layout.h"
+
+namespace fathom {
+namespace {
+
+void AddTo(std::vector<double>& total, const std::vector<double>& part) {
+  for (std::size_t i = 0; i < total.size(); ++i) total[i] += part[i];
+}
+
+}  // namespace
+
+std::int64_t IndexShape::SegmentBytes() const {
+  return static_cast<std::int64_t>(layout::PlaneBytes(head_dim, segment_blocks) +
+                                   layout::SideBytes(codec, head_dim, mean_bits, segment_blocks));
+}
+
+std::int64_t IndexShape::IndexBytes(std::int64_t n_blocks) const {
+  return (n_blocks + segment_blocks - 1) / segment_blocks * SegmentBytes();
+}
+
+struct HeadIndex::Segment {
+  AlignedBuffer bytes;         // planes, then means or scales
+  CodecSums sums;              // of the last segment; released when the segment is closed
+  std::vector<double> errors;  // [kLevels][D] summed squared errors; of closed segments only
+};
+
+HeadIndex::HeadIndex(IndexShape shape, Basis basis) : shape_(shape), basis_(std::move(basis)) {
+  assert(shape_.head_dim > 0 && shape_.head_dim <= kMaxHeadDim && shape_.head_dim % 16 == 0);
+  assert(shape_.segment_blocks > 0 && shape_.segment_blocks % 2 == 0);
+  assert(shape_.codec == Codec::kPaper || shape_.mean_bits == 4 || shape_.mean_bits == 8);
+  assert(basis_.dim == shape_.head_dim);
+}
+
+HeadIndex::~HeadIndex() = default;
+HeadIndex::HeadIndex(HeadIndex&&) noexcept = default;
+HeadIndex& HeadIndex::operator=(HeadIndex&&) noexcept = default;
+
+void HeadIndex::Build(const Half* rows, std::int64_t n_blocks, const Backend& backend) {
+  assert(n_blocks_ == 0 && n_blocks > 0);
+  try {
+    if (shape_.codec == Codec::kMean) {
+      BlockReader reader(rows, basis_);
+      codecs_.push_back(FitSteps(reader, 0, n_blocks, shape_));
+    }
+    PackBlocks(rows, n_blocks, backend, /*building=*/true);
+    if (shape_.codec == Codec::kMean) {
+      CodecSums all(shape_.head_dim);
+      for (const Segment& segment : segments_) all.Merge(segment.sums);
+      codecs_[0].weight = all.FitWeights();
+      closed_errors_.resize(static_cast<std::size_t>(kLevels) * codecs_[0].range.size());
+      for (std::size_t s = 0; s + 1 < segments_.size(); ++s) CloseSegment(s, SegmentErrors(s));
+    }
+  } catch (...) {  // out of memory: nothing half-made stays behind
+    Clear();
+    throw;
+  }
+}
+
+void HeadIndex::Append(const Half* rows, std::int64_t n_blocks, const Backend& backend) {
+  assert(n_blocks_ > 0 && n_blocks >= n_blocks_);
+  PackBlocks(rows, n_blocks, backend, /*building=*/false);
+}
+
+void HeadIndex::PackBlocks(const Half* rows, std::int64_t n_blocks, const Backend& backend,
+                           bool building) {
+  BlockReader reader(rows, basis_);
+  while (n_blocks_ < n_blocks) {
+    if (n_blocks_ % shape_.segment_blocks == 0) {
+      if (building || shape_.codec == Codec::kPaper) {
+        AddSegment(0);
+      } else {
+        AddFittedSegment(reader, backend);
+      }
+    }
+    const PackArgs args = BlockArgs(views_.back().n_blocks, reader.Load(n_blocks_));
+    backend.Pack(args);
+    if (shape_.codec == Codec::kMean) segments_.back().sums.AddBlock(args);
+    ++views_.back().n_blocks;
+    ++n_blocks_;
+  }
+}
+
+void HeadIndex::AddSegment(std::int32_t table) {
+  Segment segment;
+  segment.bytes = AlignedBuffer(static_cast<std::size_t>(shape_.SegmentBytes()));
+  if (shape_.codec == Codec::kMean) segment.sums = CodecSums(shape_.head_dim);
+  const std::size_t plane_bytes = layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks);
+  SegmentView view;
+  view.planes = segment.bytes.as<std::uint64_t>();
+  view.side = segment.bytes.as<std::uint8_t>(plane_bytes);
+  view.table = table;
+  views_.reserve(views_.size() + 1);  // the two lists cannot come apart when memory runs out
+  segments_.push_back(std::move(segment));
+  views_.push_back(view);
+}
+
+// Closes the last segment, which is full, and adds one with a codec fitted on it. All that can fail
+// comes first.
+void HeadIndex::AddFittedSegment(BlockReader& reader, const Backend& backend) {
+  const std::size_t last = segments_.size() - 1;
+  MeanCodec codec =
+      FitCodec(reader, n_blocks_ - shape_.segment_blocks, shape_.segment_blocks, shape_, backend);
+  std::vector<double> errors = SegmentErrors(last);
+  closed_errors_.resize(errors.size());
+  codecs_.reserve(codecs_.size() + 1);
+  AddSegment(static_cast<std::int32_t>(codecs_.size()));
+  codecs_.push_back(std::move(codec));
+  CloseSegment(last, std::move(errors));
+}
+
+std::vector<double> HeadIndex::SegmentErrors(std::size_t s) const {
+  return segments_[s].sums.Errors(codecs_[static_cast<std::size_t>(views_[s].table)].weight);
+}
+
+// Keeps the errors of a segment that will get no more blocks, and no longer its sums.
+void HeadIndex::CloseSegment(std::size_t s, std::vector<double> errors) {
+  AddTo(closed_errors_, errors);
+  segments_[s].errors = std::move(errors);
+  segments_[s].sums = CodecSums();
+}
+
+// Arguments that pack x, or that have packed it, as block `block` of the last segment.
+PackArgs HeadIndex::BlockArgs(std::int32_t block, const float* x) {
+  AlignedBuffer& bytes = segments_.back().bytes;
+  PackArgs args;
+  args.codec = shape_.codec;
+  args.head_dim = shape_.head_dim;
+  args.segment_blocks = shape_.segment_blocks;
+  args.mean_bits = shape_.mean_bits;
+  args.block = block;
+  args.x = x;
+  if (shape_.codec == Codec::kMean) {
+    const MeanCodec& codec = codecs_[static_cast<std::size_t>(views_.back().table)];
+    args.mean_step = codec.mean_step.data();
+    args.range = codec.range.data();
+  }
+  args.planes = bytes.as<std::uint64_t>();
+  args.side = bytes.as<std::uint8_t>(layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks));
+  return args;
+}
+
+void HeadIndex::Truncate(const Half* rows, std::int64_t n_blocks) {
+  assert(n_blocks >= 0 && n_blocks <= n_blocks_);
+  if (n_blocks == n_blocks_) return;
+  if (n_blocks == 0) return Clear();
+  const std::int64_t last = (n_blocks - 1) / shape_.segment_blocks;
+  segments_.erase(segments_.begin() + last + 1, segments_.end());
+  views_.erase(views_.begin() + last + 1, views_.end());
+  views_.back().n_blocks = static_cast<std::int32_t>(n_blocks - last * shape_.segment_blocks);
+  n_blocks_ = n_blocks;
+  if (shape_.codec != Codec::kMean) return;
+  codecs_.erase(codecs_.begin() + views_.back().table + 1, codecs_.end());
+  Segment& open = segments_.back();
+  open.errors.clear();
+  open.sums = CodecSums(shape_.head_dim);
+  BlockReader reader(rows, basis_);
+  for (std::int32_t b = 0; b < views_.back().n_blocks; ++b) {
+    open.sums.AddBlock(BlockArgs(b, reader.Load(last * shape_.segment_blocks + b)));
+  }
+  std::ranges::fill(closed_errors_, 0.0);
+  for (std::size_t s = 0; s + 1 < segments_.size(); ++s) AddTo(closed_errors_, segments_[s].errors);
+}
+
+void HeadIndex::Clear() {
+  segments_.clear();
+  views_.clear();
+  codecs_.clear();
+  closed_errors_.clear();
+  n_blocks_ = 0;
+}
+
+std::vector<double> HeadIndex::Distortions() const {
+  assert(shape_.codec == Codec::kMean && n_blocks_ > 0);
+  std::vector<double> total = SegmentErrors(segments_.size() - 1);
+  if (!closed_errors_.empty()) AddTo(total, closed_errors_);
+  for (double& x : total) x /= static_cast<double>(n_tokens());
+  return total;
+}
+
+}  // namespace fathom
