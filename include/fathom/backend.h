@@ -1,17 +1,20 @@
 // SPDX-License-Identifier: MIT
 // Backend: the arithmetic of one decode step, on plain parameter structs.
 //
-// Memory convention of the whole header: arrays are row-major and contiguous, written [outer][inner]; every pointer has
-// its shape beside it. Pointers are borrowed for the duration of the call. A call covers ONE LAYER and ALL its KV heads:
-// the span of per-head structs is the unit of parallelism, together with ranges of tokens inside a head.
+// Memory convention of the whole header: arrays are row-major and contiguous, written
+// [outer][inner]; every pointer has its shape beside it. Pointers are borrowed for the duration of
+// the call. A call covers ONE LAYER and ALL its KV heads: the span of per-head structs is the unit
+// of parallelism, together with ranges of tokens inside a head.
 //
 // Two rules hold on every backend, and tests/backend_conformance_test.cc checks them against `ref`:
-//  - planes, means, scales and integer scores are equal bit for bit; floating results within a stated relative L2;
+//  - planes, means, scales and integer scores are equal bit for bit; floating results within a
+//  stated relative L2;
 //  - among equal scores the smaller token index wins, and NaN scores lose against every number.
 //
-// Thread safety: a Backend is immutable after creation; calls from several threads are safe when their outputs are
-// distinct. Calls use up to n_threads() OpenMP threads. Errors: arguments are the library's own, so violations are
-// assertions; nothing here throws after creation except Error(kNoMemory) or std::bad_alloc for scratch space.
+// Thread safety: a Backend is immutable after creation; calls from several threads are safe when
+// their outputs are distinct. Calls use up to n_threads() OpenMP threads. Errors: arguments are the
+// library's own, so violations are assertions; nothing here throws after creation except
+// std::bad_alloc for scratch space.
 #pragma once
 
 #include <cstdint>
@@ -25,28 +28,30 @@
 
 namespace fathom {
 
-// --- pack: 64 keys of one KV head into planes -------------------------------------------------------------------------
-// Mean codec, all in IEEE single precision without fused multiply-add:
-//   sum_j = x_0j + x_1j + ... (in token order), code m_j = clip(rint(sum_j / 64 / mean_step_j), -lim, lim),
-//   lim = 2^(mean_bits-1) - 1, y = x - float(m_j) * mean_step_j,
-//   c = clip(floor(y / (range_j / 8)), -8, 7) + 8.
-// Paper codec: a_j = fp16(max |x_ij|) rounded to nearest even, c = clip(floor(x / (a_j / 8)), -8, 7) + 8, c = 8 when
-// a_j is 0 (design section 3).
+// --- pack: 64 keys of one KV head into planes
+// ------------------------------------------------------------------------- Mean codec, all in IEEE
+// single precision without fused multiply-add:
+//   sum_j = x_0j + x_1j + ... (in token order), code m_j = clip(rint(sum_j / 64 / mean_step_j),
+//   -lim, lim), lim = 2^(mean_bits-1) - 1, y = x - float(m_j) * mean_step_j, c = clip(floor(y /
+//   (range_j / 8)), -8, 7) + 8.
+// Paper codec: a_j = fp16(max |x_ij|) rounded to nearest even, c = clip(floor(x / (a_j / 8)), -8,
+// 7) + 8, c = 8 when a_j is 0 (design section 3).
 struct PackArgs {
   Codec codec = Codec::kMean;
-  std::int32_t head_dim = 0;        // D
-  std::int32_t segment_blocks = 0;  // capacity of the segment, in blocks
-  std::int32_t mean_bits = 4;       // 4 or 8 (mean codec)
-  std::int32_t block = 0;           // position of the block in the segment
-  const float* x = nullptr;         // [64][D] keys, already centred and in the index's basis
+  std::int32_t head_dim = 0;         // D
+  std::int32_t segment_blocks = 0;   // capacity of the segment, in blocks
+  std::int32_t mean_bits = 4;        // 4 or 8 (mean codec)
+  std::int32_t block = 0;            // position of the block in the segment
+  const float* x = nullptr;          // [64][D] keys, already centred and in the index's basis
   const float* mean_step = nullptr;  // [D] > 0 (mean codec)
   const float* range = nullptr;      // [D] > 0 (mean codec): a_j, so that a cell is a_j / 8 wide
-  std::uint64_t* planes = nullptr;   // [D][4][segment_blocks]; word `block` of each plane is written
-  std::uint8_t* side = nullptr;      // means or scales of the segment, layout in docs/format.md
+  std::uint64_t* planes = nullptr;  // [D][4][segment_blocks]; word `block` of each plane is written
+  std::uint8_t* side = nullptr;     // means or scales of the segment, layout in docs/format.md
 };
 
-// --- scan: approximate scores of all indexed tokens -------------------------------------------------------------------
-// One segment of one KV head as the scan sees it.
+// --- scan: approximate scores of all indexed tokens
+// ------------------------------------------------------------------- One segment of one KV head as
+// the scan sees it.
 struct SegmentView {
   const std::uint64_t* planes = nullptr;  // [D][4][segment_blocks]
   const std::uint8_t* side = nullptr;     // means (mean codec) or fp16 scales (paper codec)
@@ -54,14 +59,17 @@ struct SegmentView {
   std::int32_t table = 0;                 // which ScanTable of the head applies (mean codec)
 };
 
-// What a query reads from segments that share one set of steps and decoders (mean codec): integers only. Built once per
-// scan by BuildScanTable (backend/scan_table.h); every backend evaluates exactly
-//   T_h(i) = 16 * (2 * sum_p weight[p][h] * bit_p(i) - weight_sum[h]) + sum_a mean_weight[a][h] * mean_code[a](block)
-// and score_h(i) = float(T_h(i)) * scale[h]. |T| < 2^24, so the conversion is exact; partial sums fit int16.
+// What a query reads from segments that share one set of steps and decoders (mean codec): integers
+// only. Built once per scan by BuildScanTable (backend/scan_table.h); every backend evaluates
+// exactly
+//   T_h(i) = 16 * (2 * sum_p weight[p][h] * bit_p(i) - weight_sum[h]) + sum_a mean_weight[a][h] *
+//   mean_code[a](block)
+// and score_h(i) = float(T_h(i)) * scale[h]. |T| < 2^24, so the conversion is exact; partial sums
+// fit int16.
 struct ScanTable {
-  std::vector<std::int32_t> plane;        // [n_planes] which plane is read: channel * 4 + p, ascending
-  std::vector<std::int16_t> weight;       // [n_planes][group]
-  std::vector<std::int32_t> channel;      // [n_active] channels whose mean is read, ascending
+  std::vector<std::int32_t> plane;    // [n_planes] which plane is read: channel * 4 + p, ascending
+  std::vector<std::int16_t> weight;   // [n_planes][group]
+  std::vector<std::int32_t> channel;  // [n_active] channels whose mean is read, ascending
   std::vector<std::int32_t> mean_weight;  // [n_active][group]
   std::vector<std::int32_t> weight_sum;   // [group]
   std::vector<float> scale;               // [group]
@@ -69,14 +77,15 @@ struct ScanTable {
 
 struct ScanHead {
   std::span<const SegmentView> segments;
-  std::span<const ScanTable> tables;      // mean codec
-  const float* q = nullptr;               // [group][D] queries in the index's basis (paper codec)
-  const std::uint8_t* depth = nullptr;    // [D] planes read of each channel, 0..4 (paper codec)
-  float* scores = nullptr;                // [group][stride] out, written for every token of the segments in order
+  std::span<const ScanTable> tables;    // mean codec
+  const float* q = nullptr;             // [group][D] queries in the index's basis (paper codec)
+  const std::uint8_t* depth = nullptr;  // [D] planes read of each channel, 0..4 (paper codec)
+  float* scores = nullptr;  // [group][stride] out, written for every token of the segments in order
   std::int64_t stride = 0;
 };
 
-// Paper codec: score_h(i) = sum_j q_hj a_j(block) * sum_{p < t_j} sigma_p 2^-(p+1), channels in ascending order.
+// Paper codec: score_h(i) = sum_j q_hj a_j(block) * sum_{p < t_j} sigma_p 2^-(p+1), channels in
+// ascending order.
 struct ScanArgs {
   Codec codec = Codec::kMean;
   std::int32_t head_dim = 0;
@@ -86,7 +95,8 @@ struct ScanArgs {
   std::span<const ScanHead> heads;
 };
 
-// --- exact scores -----------------------------------------------------------------------------------------------------
+// --- exact scores
+// -----------------------------------------------------------------------------------------------------
 // Rows of one KV head: token i has its key at rows + i * 2D and its value D further on.
 struct ScoreHead {
   const Half* rows = nullptr;  // [n_tokens][2][D]
@@ -102,20 +112,22 @@ struct ScoreArgs {
   std::span<const ScoreHead> heads;
 };
 
-// --- select: exact top-k per query head, union over the group ---------------------------------------------------------
+// --- select: exact top-k per query head, union over the group
+// ---------------------------------------------------------
 struct SelectHead {
-  const float* scores = nullptr;   // [group][stride]
+  const float* scores = nullptr;  // [group][stride]
   std::int64_t stride = 0;
   std::int32_t* winners = nullptr;  // [group][keep] out: ascending token indices per query head
-  // Out: what the group attends: always-kept tokens and winners, ascending, without repeats. Bit h of mask says that
-  // query head h attends the token. Capacity: always-kept + min(group * keep, candidates).
+  // Out: what the group attends: always-kept tokens and winners, ascending, without repeats. Bit h
+  // of mask says that query head h attends the token. Capacity: always-kept + min(group * keep,
+  // candidates).
   std::int32_t* tokens = nullptr;
   std::uint16_t* mask = nullptr;
   std::int64_t* n_attended = nullptr;
 };
 
-// Candidates are tokens [first, last); tokens [0, first) and [last, n_tokens) are always attended by every head.
-// Requires 0 <= keep <= last - first.
+// Candidates are tokens [first, last); tokens [0, first) and [last, n_tokens) are always attended
+// by every head. Requires 0 <= keep <= last - first.
 struct SelectArgs {
   std::int32_t group = 0;
   std::int64_t first = 0;
@@ -125,15 +137,18 @@ struct SelectArgs {
   std::span<const SelectHead> heads;
 };
 
-// --- attend: softmax attention of one query position over chosen rows -------------------------------------------------
+// --- attend: softmax attention of one query position over chosen rows
+// -------------------------------------------------
 struct AttendHead {
-  const Half* rows = nullptr;               // [n_tokens][2][D], read in place
-  const float* q = nullptr;                 // [group][D]
-  const std::int32_t* tokens = nullptr;     // [n_attended] ascending; null: tokens 0 .. n_attended - 1, all heads
-  const std::uint16_t* mask = nullptr;      // [n_attended] query heads that attend the token; null with null tokens
+  const Half* rows = nullptr;  // [n_tokens][2][D], read in place
+  const float* q = nullptr;    // [group][D]
+  const std::int32_t* tokens =
+      nullptr;  // [n_attended] ascending; null: tokens 0 .. n_attended - 1, all heads
+  const std::uint16_t* mask =
+      nullptr;  // [n_attended] query heads that attend the token; null with null tokens
   std::int64_t n_attended = 0;
-  float* out = nullptr;                     // [group][D]; zeros where a head attends nothing
-  float* lse = nullptr;                     // [group] log of the sum of exp, -inf where a head attends nothing
+  float* out = nullptr;  // [group][D]; zeros where a head attends nothing
+  float* lse = nullptr;  // [group] log of the sum of exp, -inf where a head attends nothing
 };
 
 struct AttendArgs {
@@ -143,16 +158,17 @@ struct AttendArgs {
   std::span<const AttendHead> heads;
 };
 
-// --- prefill: dense causal attention of a chunk -----------------------------------------------------------------------
-// Query t of the chunk sees tokens 0 .. first + t. The rows of the chunk itself are already in the row store.
+// --- prefill: dense causal attention of a chunk
+// ----------------------------------------------------------------------- Query t of the chunk sees
+// tokens 0 .. first + t. The rows of the chunk itself are already in the row store.
 struct PrefillArgs {
   HeadGeometry geometry;
   float scale = 0;
-  std::int64_t first = 0;                 // position of the chunk's first query
+  std::int64_t first = 0;  // position of the chunk's first query
   std::int64_t n_queries = 0;
-  const float* q = nullptr;               // [n_queries][n_heads][D]
-  float* out = nullptr;                   // [n_queries][n_heads][D]
-  std::span<const Half* const> rows;      // [n_kv_heads], each [first + n_queries][2][D]
+  const float* q = nullptr;           // [n_queries][n_heads][D]
+  float* out = nullptr;               // [n_queries][n_heads][D]
+  std::span<const Half* const> rows;  // [n_kv_heads], each [first + n_queries][2][D]
 };
 
 class Backend {
@@ -169,23 +185,25 @@ class Backend {
   virtual void Prefill(const PrefillArgs& args) const = 0;
 };
 
-// Joins two partial attention states over disjoint tokens: (out, lse) becomes the state over both. out, other: [D].
-// A state with lse = -inf is the identity. Associative up to rounding.
-void MergeAttention(float* out, float* lse, const float* other, float other_lse, std::int32_t head_dim);
+// Joins two partial attention states over disjoint tokens: (out, lse) becomes the state over both.
+// out, other: [D]. A state with lse = -inf is the identity. Associative up to rounding.
+void MergeAttention(float* out, float* lse, const float* other, float other_lse,
+                    std::int32_t head_dim);
 
 struct BackendInfo {
-  std::string name;         // "ref", "cpu/portable", "cpu/avx2", "cpu/avx512"
+  std::string name;  // "ref", "cpu/portable", "cpu/avx2", "cpu/avx512"
   std::string description;
   bool available = false;
-  std::string reason;       // why not, when it is not available
+  std::string reason;  // why not, when it is not available
 };
 
 // All backends of this build, best last. Never throws.
 std::vector<BackendInfo> ListBackends();
 
-// Creates a backend by name. "cpu" or "" takes the best CPU kernels of this machine. n_threads <= 0 takes all processors
-// this process may use. Throws Error(kUsage) for an unknown name (listing the valid ones) and Error(kUnsupported) with
-// the reason where the machine lacks what the backend needs.
+// Creates a backend by name. "cpu" or "" takes the best CPU kernels of this machine. n_threads <= 0
+// takes all processors this process may use. Throws Error(kUsage) for an unknown name (listing the
+// valid ones) and Error(kUnsupported) with the reason where the machine lacks what the backend
+// needs.
 std::unique_ptr<Backend> MakeBackend(std::string_view name, int n_threads);
 
 }  // namespace fathom

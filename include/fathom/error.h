@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT
 // The one exception type of libfathom.
 //
-// Every public C++ function reports failure by throwing fathom::Error. The message is one line that names the value, the
-// limit it broke and the remedy; it is meant to be shown to a user as it is. The library never prints and never aborts;
-// broken preconditions of internal functions are assertions.
+// Every public C++ function reports failure by throwing fathom::Error. The message is one line that
+// names the value, the limit it broke and the remedy; it is meant to be shown to a user as it is.
+// The library never prints and never aborts; broken preconditions of internal functions are
+// assertions.
 #pragma once
 
 #include <stdexcept>

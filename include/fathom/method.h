@@ -1,13 +1,16 @@
 // SPDX-License-Identifier: MIT
-// Method: how one decode step attends to the cached tokens of a session. `dense`, `exact` and `random` bracket the rest.
+// Method: how one decode step attends to the cached tokens of a session. `dense`, `exact` and
+// `random` bracket the rest.
 //
-// A method is built from a spec string `name:key=value,...` such as "fathom:bits=28,k=512" and belongs to one session. It
-// reads the session's rows and may keep an index of its own. One protocol holds for all (design section 5): the first
-// 4 and the last 32 tokens and every token not yet in a finished block are always attended; k counts the 36; the other
-// k - 36 are chosen per query head among the finished blocks; ties go to the smaller token; decode is dense while the
+// A method is built from a spec string `name:key=value,...` such as "fathom:bits=28,k=512" and
+// belongs to one session. It reads the session's rows and may keep an index of its own. One
+// protocol holds for all (design section 5): the first 4 and the last 32 tokens and every token not
+// yet in a finished block are always attended; k counts the 36; the other k - 36 are chosen per
+// query head among the finished blocks; ties go to the smaller token; decode is dense while the
 // session has at most k tokens or fewer than `min` tokens.
 //
-// Thread safety: none; one session, one thread at a time. Work inside a call is spread by the backend.
+// Thread safety: none; one session, one thread at a time. Work inside a call is spread by the
+// backend.
 #pragma once
 
 #include <cstdint>
@@ -23,17 +26,21 @@
 
 namespace fathom {
 
-// Sums over decode steps since the last ResetCounters. Bytes are those of the algorithm (closed form), not of caches.
+// Sums over decode steps since the last ResetCounters. Bytes are those of the algorithm (closed
+// form), not of caches.
 struct MethodCounters {
-  std::int64_t steps = 0;            // decode steps
-  std::int64_t calls = 0;            // steps * layers * KV heads
-  std::int64_t sparse_calls = 0;     // of those, calls that scanned; the rest were dense
-  double read_bits = 0;              // read bits per token per KV head, summed over sparse calls
-  std::int64_t index_bytes = 0;      // bytes of planes, means, scales (or keys, for `exact`) a scan reads
-  std::int64_t rows = 0;             // rows attended (union over the group)
-  std::int64_t row_bytes = 0;        // rows * 4 * head_dim
+  std::int64_t steps = 0;         // decode steps
+  std::int64_t calls = 0;         // steps * layers * KV heads
+  std::int64_t sparse_calls = 0;  // of those, calls that scanned; the rest were dense
+  double read_bits = 0;           // read bits per token per KV head, summed over sparse calls
+  std::int64_t index_bytes =
+      0;                       // bytes of planes, means, scales (or keys, for `exact`) a scan reads
+  std::int64_t rows = 0;       // rows attended (union over the group)
+  std::int64_t row_bytes = 0;  // rows * 4 * head_dim
 
-  double mean_read_bits() const { return sparse_calls ? read_bits / static_cast<double>(sparse_calls) : 0; }
+  double mean_read_bits() const {
+    return sparse_calls ? read_bits / static_cast<double>(sparse_calls) : 0;
+  }
 };
 
 // A parsed spec: name and options, not yet checked against the method.
@@ -51,9 +58,10 @@ struct MethodSpec {
 struct MethodContext {
   const RowStore* rows = nullptr;
   const Backend* backend = nullptr;
-  // Second moments of the prefill's queries, [n_layers][n_kv_heads]; sampled evenly, none from decode.
+  // Second moments of the prefill's queries, [n_layers][n_kv_heads]; sampled evenly, none from
+  // decode.
   const std::vector<SecondMoment>* queries = nullptr;
-  bool has_qk_norm = false;          // decides `basis=auto` of the published read
+  bool has_qk_norm = false;  // decides `basis=auto` of the published read
 };
 
 class Method {
@@ -63,12 +71,13 @@ class Method {
   // The full spec with all defaults filled in; building from it gives the same method.
   virtual std::string spec() const = 0;
 
-  // Decode attention of one position in one layer, after its row was written. n_tokens: visible tokens, that position
-  // included. q: [n_heads][D]; out: [n_heads][D]. Blocks that finished since the last call join the index first.
+  // Decode attention of one position in one layer, after its row was written. n_tokens: visible
+  // tokens, that position included. q: [n_heads][D]; out: [n_heads][D]. Blocks that finished since
+  // the last call join the index first.
   virtual void Attend(std::int32_t layer, std::int64_t n_tokens, const float* q, float* out) = 0;
 
-  // Makes the index of the first n_tokens tokens now, at the end of a prefill, rather than at the first Attend. Does
-  // nothing for a session too short to index or an index already made.
+  // Makes the index of the first n_tokens tokens now, at the end of a prefill, rather than at the
+  // first Attend. Does nothing for a session too short to index or an index already made.
   virtual void BuildIndex(std::int64_t n_tokens) = 0;
 
   // The session forgot tokens from n_tokens on. What remains is as if they had never been seen.
@@ -93,13 +102,16 @@ struct MethodInfo {
 // All methods of this build, in alphabetical order.
 std::vector<MethodInfo> ListMethods();
 
-// Throws Error(kUsage) for an unknown name or option (listing the valid ones), or a value out of range.
+// Throws Error(kUsage) for an unknown name or option (listing the valid ones), or a value out of
+// range.
 std::unique_ptr<Method> MakeMethod(const MethodSpec& spec, const MethodContext& context);
 
 // Checks a spec without a session: the same errors as MakeMethod.
 void ValidateMethodSpec(const MethodSpec& spec);
 
-// Index bytes that the method of `spec` will hold for a session of n_tokens, all layers: the closed form.
-std::int64_t IndexBytes(const MethodSpec& spec, std::int32_t n_layers, HeadGeometry geometry, std::int64_t n_tokens);
+// Index bytes that the method of `spec` will hold for a session of n_tokens, all layers: the closed
+// form.
+std::int64_t IndexBytes(const MethodSpec& spec, std::int32_t n_layers, HeadGeometry geometry,
+                        std::int64_t n_tokens);
 
 }  // namespace fathom

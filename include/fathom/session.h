@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: MIT
-// Session: one sequence of tokens with its rows and index, prefilled densely and decoded by a method.
+// Session: one sequence of tokens with its rows and index, prefilled densely and decoded by a
+// method.
 //
-// Typical use: Prefill(document), BuildIndex(), then per question Prefill(question), Generate(...), Truncate(back).
-// Not thread-safe; sessions of one model are independent. Errors leave the session as it was before the call, except
-// that a cancelled Prefill keeps the chunks already done.
+// Typical use: Prefill(document), BuildIndex(), then per question Prefill(question), Generate(...),
+// Truncate(back). Not thread-safe; sessions of one model are independent. Errors leave the session
+// as it was before the call, except that a cancelled Prefill keeps the chunks already done.
 #pragma once
 
 #include <cstdint>
@@ -19,41 +20,44 @@
 namespace fathom {
 
 struct SessionOptions {
-  std::int64_t ctx_size = 0;           // capacity in tokens; 0: the model's training context
-  std::string backend = "cpu";         // MakeBackend name
-  std::string method = "fathom";       // MethodSpec text
-  int n_threads = 0;                   // 0: all processors this process may use
-  std::int32_t chunk = 512;            // tokens per prefill chunk: larger is faster and takes more memory
-  bool check_memory = true;            // refuse a session that cannot fit this machine's memory
+  std::int64_t ctx_size = 0;      // capacity in tokens; 0: the model's training context
+  std::string backend = "cpu";    // MakeBackend name
+  std::string method = "fathom";  // MethodSpec text
+  int n_threads = 0;              // 0: all processors this process may use
+  std::int32_t chunk = 512;  // tokens per prefill chunk: larger is faster and takes more memory
+  bool check_memory = true;  // refuse a session that cannot fit this machine's memory
 };
 
 // Bytes a full session of ctx tokens takes beside the model's weights, and what the machine has.
 struct SessionMemory {
   std::int64_t rows_bytes = 0;
   std::int64_t index_bytes = 0;
-  std::int64_t workspace_bytes = 0;    // activations of a prefill chunk and scores; an estimate
+  std::int64_t workspace_bytes = 0;  // activations of a prefill chunk and scores; an estimate
   std::int64_t weights_bytes = 0;
-  std::int64_t available_bytes = 0;    // MemAvailable of the system, or the control group's limit where smaller
+  std::int64_t available_bytes =
+      0;  // MemAvailable of the system, or the control group's limit where smaller
   std::int64_t total() const { return rows_bytes + index_bytes + workspace_bytes + weights_bytes; }
 };
-SessionMemory EstimateMemory(const ModelInfo& model, const MethodSpec& method, std::int64_t n_tokens, std::int32_t chunk);
+SessionMemory EstimateMemory(const ModelInfo& model, const MethodSpec& method,
+                             std::int64_t n_tokens, std::int32_t chunk);
 
 // Called after every chunk of a prefill; return false to stop with Error(kCancelled).
 using ProgressFn = std::function<bool(std::int64_t done, std::int64_t total)>;
 
 struct SessionTimes {
-  double prefill_s = 0;             // wall time in Prefill
-  double prefill_attention_s = 0;   // of that, attention
-  double index_s = 0;               // building the index
-  double decode_s = 0;              // wall time in Decode
-  double decode_attention_s = 0;    // of that, the method: scan, select and attend in all layers
+  double prefill_s = 0;            // wall time in Prefill
+  double prefill_attention_s = 0;  // of that, attention
+  double index_s = 0;              // building the index
+  double decode_s = 0;             // wall time in Decode
+  double decode_attention_s = 0;   // of that, the method: scan, select and attend in all layers
   std::int64_t prefill_tokens = 0;
   std::int64_t decode_tokens = 0;
 };
 
 class Session {
  public:
-  // Throws Error(kUsage) for options out of range, Error(kNoMemory) saying how much a session needs and what there is.
+  // Throws Error(kUsage) for options out of range, Error(kNoMemory) saying how much a session needs
+  // and what there is.
   Session(std::shared_ptr<const Model> model, const SessionOptions& options);
   ~Session();
   Session(const Session&) = delete;
@@ -67,7 +71,8 @@ class Session {
   const Backend& backend() const;
   const RowStore& rows() const;
 
-  // Appends tokens with dense attention. Throws Error(kUsage) when they do not fit ctx_size (by how much, and the remedy).
+  // Appends tokens with dense attention. Throws Error(kUsage) when they do not fit ctx_size (by how
+  // much, and the remedy).
   void Prefill(std::span<const Token> tokens, const ProgressFn& progress = {});
   // Makes the method's index of all tokens so far; see Method::BuildIndex.
   void BuildIndex();
@@ -95,7 +100,8 @@ struct GenerateOptions {
 
 enum class StopReason { kEndOfText, kLength, kContext, kCancelled };
 
-// Called with every token's whole UTF-8 characters as they come (text may be empty); return false to stop.
+// Called with every token's whole UTF-8 characters as they come (text may be empty); return false
+// to stop.
 using TokenFn = std::function<bool(Token token, std::string_view text)>;
 
 struct Generation {
@@ -104,7 +110,8 @@ struct Generation {
   StopReason stop = StopReason::kLength;
 };
 
-// Decodes from the session's logits until the model ends, max_tokens, a full context or a false callback.
+// Decodes from the session's logits until the model ends, max_tokens, a full context or a false
+// callback.
 Generation Generate(Session& session, const GenerateOptions& options, const TokenFn& on_token = {});
 
 }  // namespace fathom

@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Streaming, mergeable moments of keys and queries (design section 3, "Statistics").
 //
-// Accumulation is in double. Merging accumulators over disjoint tokens gives the moments of their union up to rounding,
-// in any order. Not thread-safe: give each thread its own and merge.
+// Accumulation is in double. Merging accumulators over disjoint tokens gives the moments of their
+// union up to rounding, in any order. Not thread-safe: give each thread its own and merge.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +33,8 @@ class Moments {
   std::int32_t dim_;
   bool full_;
   std::int64_t count_ = 0;
-  std::vector<double> mean_;   // [dim]
-  std::vector<double> m2_;     // [dim] or [dim][dim], sums of products of deviations
+  std::vector<double> mean_;  // [dim]
+  std::vector<double> m2_;    // [dim] or [dim][dim], sums of products of deviations
 };
 
 // E[q q^T] of the queries of one KV head (all heads of its group), not centred.
@@ -54,11 +54,13 @@ class SecondMoment {
   std::vector<double> sum_;
 };
 
-// An exact change of coordinates for scores: q . (k - mu) == (q * query_map) . ((k - mu) * key_map).
+// An exact change of coordinates for scores: q . (k - mu) == (q * query_map) . ((k - mu) *
+// key_map).
 struct Basis {
   std::int32_t dim = 0;
-  std::vector<float> center;     // [dim] mu; zeros where keys are not centred
-  std::vector<float> key_map;    // [dim][dim], x_j = sum_i (k - mu)_i key_map[i][j]; empty means identity
+  std::vector<float> center;  // [dim] mu; zeros where keys are not centred
+  std::vector<float>
+      key_map;  // [dim][dim], x_j = sum_i (k - mu)_i key_map[i][j]; empty means identity
   std::vector<float> query_map;  // [dim][dim]; empty means identity
 
   bool is_identity() const { return key_map.empty(); }
@@ -70,9 +72,10 @@ struct Basis {
 // Identity; centre may be empty (zeros).
 Basis RawBasis(std::int32_t dim, std::span<const double> center);
 
-// Eigenvectors V of the key covariance, ordered by E[(qV)_j^2] * lambda_j, largest first (design section 3, basis rule).
-// keys: with full covariance and count >= 2. queries: may be empty (count 0), then the order is by lambda alone. The
-// sign of each eigenvector is fixed so that its largest entry is positive: the basis depends on the data alone.
+// Eigenvectors V of the key covariance, ordered by E[(qV)_j^2] * lambda_j, largest first (design
+// section 3, basis rule). keys: with full covariance and count >= 2. queries: may be empty (count
+// 0), then the order is by lambda alone. The sign of each eigenvector is fixed so that its largest
+// entry is positive: the basis depends on the data alone.
 Basis KltBasis(const Moments& keys, const SecondMoment& queries);
 
 }  // namespace fathom

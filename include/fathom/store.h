@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
-// The two stores of a session: rows (keys and values at full precision) and the bit-plane index of the keys.
-// Byte layouts: docs/format.md. Both are single-writer; concurrent readers are safe while nobody writes.
+// The two stores of a session: rows (keys and values at full precision) and the bit-plane index of
+// the keys. Byte layouts: docs/format.md. Both are single-writer; concurrent readers are safe while
+// nobody writes.
 #pragma once
 
 #include <cstdint>
@@ -17,11 +18,13 @@ namespace fathom {
 class BlockReader;
 class Reservation;
 
-// Keys and values in fp16, K and V of a token adjacent: [n_layers][n_kv_heads][capacity][2][head_dim].
-// Address space for `capacity` tokens is reserved at once, so rows never move; memory is taken as tokens arrive.
+// Keys and values in fp16, K and V of a token adjacent:
+// [n_layers][n_kv_heads][capacity][2][head_dim]. Address space for `capacity` tokens is reserved at
+// once, so rows never move; memory is taken as tokens arrive.
 class RowStore {
  public:
-  // Throws Error(kNoMemory) when the address space cannot be reserved, Error(kUsage) for an invalid geometry.
+  // Throws Error(kNoMemory) when the address space cannot be reserved, Error(kUsage) for an invalid
+  // geometry.
   RowStore(std::int32_t n_layers, HeadGeometry geometry, std::int64_t capacity);
   ~RowStore();
   RowStore(const RowStore&) = delete;
@@ -33,11 +36,14 @@ class RowStore {
   // Tokens complete in all layers.
   std::int64_t n_tokens() const { return n_tokens_; }
 
-  // Writes rows of tokens first .. first + n - 1 of one layer, rounding to nearest even. k, v: [n][n_kv_heads][D].
-  // Requires first + n <= capacity. Does not change n_tokens(): call Commit when all layers are written.
-  void Write(std::int32_t layer, std::int64_t first, std::int64_t n, const float* k, const float* v);
+  // Writes rows of tokens first .. first + n - 1 of one layer, rounding to nearest even. k, v:
+  // [n][n_kv_heads][D]. Requires first + n <= capacity. Does not change n_tokens(): call Commit
+  // when all layers are written.
+  void Write(std::int32_t layer, std::int64_t first, std::int64_t n, const float* k,
+             const float* v);
   void Commit(std::int64_t n_tokens) { n_tokens_ = n_tokens; }
-  // Forgets tokens from n_tokens on; their memory stays taken and is written again. Requires n_tokens <= n_tokens().
+  // Forgets tokens from n_tokens on; their memory stays taken and is written again. Requires
+  // n_tokens <= n_tokens().
   void Truncate(std::int64_t n_tokens) { n_tokens_ = n_tokens; }
 
   // Rows of one KV head: token i at result + i * 2 * head_dim.
@@ -61,7 +67,7 @@ class RowStore {
 struct IndexShape {
   Codec codec = Codec::kMean;
   std::int32_t head_dim = 0;
-  std::int32_t mean_bits = 4;       // 4 or 8, mean codec only
+  std::int32_t mean_bits = 4;  // 4 or 8, mean codec only
   std::int32_t segment_blocks = 64;
 
   // Planes and means or scales of one segment.
@@ -72,15 +78,18 @@ struct IndexShape {
 
 // Frozen steps and decoders of the mean codec, per channel (design 3.1 points 1 and 2).
 struct MeanCodec {
-  std::vector<float> mean_step;  // [D] step of the quantized block means: 4 sigma of the block means / lim
-  std::vector<float> range;      // [D] a_j = 2 rms(residual); a cell is a_j / 8
-  std::vector<float> weight;     // [D][4][4]: weight[t-1][p] of bipolar bit p when t planes are read, least squares
+  std::vector<float>
+      mean_step;  // [D] step of the quantized block means: 4 sigma of the block means / lim
+  std::vector<float> range;  // [D] a_j = 2 rms(residual); a cell is a_j / 8
+  std::vector<float>
+      weight;  // [D][4][4]: weight[t-1][p] of bipolar bit p when t planes are read, least squares
 };
 
 // Bit-plane index of one KV head of one layer.
 //
-// Invariants: (1) a finished block is never rewritten; (2) all segments made by Build share codec 0; a segment added later
-// has its own, fitted on the rows of the segment before it; (3) Distortions() follows the whole index.
+// Invariants: (1) a finished block is never rewritten; (2) all segments made by Build share codec
+// 0; a segment added later has its own, fitted on the rows of the segment before it; (3)
+// Distortions() follows the whole index.
 class HeadIndex {
  public:
   HeadIndex(IndexShape shape, Basis basis);
@@ -88,13 +97,14 @@ class HeadIndex {
   HeadIndex(HeadIndex&&) noexcept;
   HeadIndex& operator=(HeadIndex&&) noexcept;
 
-  // Fits the codec on blocks 0 .. n_blocks - 1 and packs them. rows: [n_blocks * 64][2][D]. Requires an empty index.
+  // Fits the codec on blocks 0 .. n_blocks - 1 and packs them. rows: [n_blocks * 64][2][D].
+  // Requires an empty index.
   void Build(const Half* rows, std::int64_t n_blocks, const Backend& backend);
-  // Packs blocks n_blocks() .. n_blocks - 1. rows: the same base as in Build. Requires n_blocks() > 0 before. When memory
-  // runs out, the blocks packed so far stay.
+  // Packs blocks n_blocks() .. n_blocks - 1. rows: the same base as in Build. Requires n_blocks() >
+  // 0 before. When memory runs out, the blocks packed so far stay.
   void Append(const Half* rows, std::int64_t n_blocks, const Backend& backend);
-  // Forgets blocks from n_blocks on. What remains is as if they had never been appended; the codec of Build stays as it
-  // was fitted. With n_blocks = 0 the index is empty again.
+  // Forgets blocks from n_blocks on. What remains is as if they had never been appended; the codec
+  // of Build stays as it was fitted. With n_blocks = 0 the index is empty again.
   void Truncate(const Half* rows, std::int64_t n_blocks);
 
   const IndexShape& shape() const { return shape_; }
@@ -124,7 +134,8 @@ class HeadIndex {
   std::vector<Segment> segments_;
   std::vector<SegmentView> views_;
   std::vector<MeanCodec> codecs_;
-  std::vector<double> closed_errors_;  // [kLevels][D] summed squared errors of all segments but the last
+  std::vector<double>
+      closed_errors_;  // [kLevels][D] summed squared errors of all segments but the last
 };
 
 }  // namespace fathom

@@ -6,15 +6,19 @@
 
 namespace fathom {
 
-inline constexpr int kBlockTokens = 64;  // tokens per block, the quantization unit: one 64-bit word per plane
-inline constexpr int kPlanes = 4;        // bit planes per channel; plane 0 is the most significant
-inline constexpr int kSinks = 4;         // first tokens of a sequence, always attended
-inline constexpr int kWindow = 32;       // last tokens of a sequence, always attended
+inline constexpr int kBlockTokens =
+    64;  // tokens per block, the quantization unit: one 64-bit word per plane
+inline constexpr int kPlanes = 4;   // bit planes per channel; plane 0 is the most significant
+inline constexpr int kSinks = 4;    // first tokens of a sequence, always attended
+inline constexpr int kWindow = 32;  // last tokens of a sequence, always attended
 inline constexpr int kAlwaysKept = kSinks + kWindow;  // both are counted in k
-inline constexpr int kStatsSkip = 16;    // first tokens left out of key statistics: attention sinks are outliers
-inline constexpr int kMaxGroup = 16;     // query heads per KV head that the kernels accept
-inline constexpr int kMaxHeadDim = 256;  // channels per head that the kernels accept; a multiple of 16
-inline constexpr int kLevels = kPlanes + 2;  // levels of a channel: not read, mean only, mean and 1..4 planes
+inline constexpr int kStatsSkip =
+    16;  // first tokens left out of key statistics: attention sinks are outliers
+inline constexpr int kMaxGroup = 16;  // query heads per KV head that the kernels accept
+inline constexpr int kMaxHeadDim =
+    256;  // channels per head that the kernels accept; a multiple of 16
+inline constexpr int kLevels =
+    kPlanes + 2;  // levels of a channel: not read, mean only, mean and 1..4 planes
 
 // IEEE binary16, as raw bits. Rows and block scales are stored in it.
 using Half = std::uint16_t;
@@ -32,7 +36,8 @@ struct HeadGeometry {
 // How the planes of a segment are scaled (docs/format.md).
 enum class Codec : std::uint8_t {
   kPaper = 0,  // fp16 maximum per block and channel; planes hold the key itself
-  kMean = 1,   // quantized mean per block and channel; planes hold the residual with a frozen step per channel
+  kMean = 1,   // quantized mean per block and channel; planes hold the residual with a frozen step
+               // per channel
 };
 
 }  // namespace fathom

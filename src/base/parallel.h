@@ -7,8 +7,8 @@
 
 namespace fathom {
 
-// Calls fn(i) for i in [0, n) on up to n_threads threads, in any order. The first exception of a body is rethrown here
-// after all bodies have ended; bodies not yet started are skipped then.
+// Calls fn(i) for i in [0, n) on up to n_threads threads, in any order. The first exception of a
+// body is rethrown here after all bodies have ended; bodies not yet started are skipped then.
 template <typename Fn>
 void ParallelFor(std::int64_t n, int n_threads, const Fn& fn) {
   std::exception_ptr failure;

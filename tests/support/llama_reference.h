@@ -13,8 +13,10 @@ namespace fathom::testing {
 
 class LlamaReference {
  public:
-  LlamaReference(const std::string& path, int n_ctx, ggml_type cache_type) {
+  // repack: libllama's default; without it weights are used as the file has them.
+  LlamaReference(const std::string& path, int n_ctx, ggml_type cache_type, bool repack = true) {
     llama_model_params model_params = llama_model_default_params();
+    model_params.use_extra_bufts = repack;
     model_.reset(llama_model_load_from_file(path.c_str(), model_params));
     if (!model_) return;
     llama_context_params params = llama_context_default_params();

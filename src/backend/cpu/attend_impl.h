@@ -1,0 +1,245 @@
+// SPDX-License-Identifier: MIT
+// Score and attend: one query position of a group against fp16 rows [K | V].
+//
+//   score = q . k;   p = exp(scale * score - top);   out = sum p v, sum = sum p
+//
+// A key is converted once for the whole group; kLanes rows are dotted at a time, one accumulator
+// each, and a transposing reduction leaves one score per lane. Listed rows go head by head over the
+// rows whose mask names the head, straight from fp16: the union of a group has 1.4 heads per row,
+// so that is less work than all heads on all rows, and a row never touches a head that does not
+// attend it. Dense rows go through all heads, values in slabs of four heads by kAttendVectors.
+// Bound by memory (512 bytes a row at D = 128): listed rows are prefetched kLanes rows ahead.
+// A chunk is one softmax; the driver joins chunks in order, so threads do not change results.
+
+// exp(x) for x <= 0 or NaN, relative error below 2e-7; 0 below -87.3.
+FATHOM_INLINE F32 Exp(F32 x) {
+  const F32 limit = Set(-87.3f);
+  const F32 safe = MaxOrSecond(limit, x);
+  const F32 n = Round(Mul(safe, Set(1.44269504f)));
+  F32 r = MulAdd(n, Set(-0.693359375f), safe);  // ln 2 in two parts, the first short
+  r = MulAdd(n, Set(2.12194440e-4f), r);
+  F32 p = Set(1.9875691500e-4f);
+  p = MulAdd(p, r, Set(1.3981999507e-3f));
+  p = MulAdd(p, r, Set(8.3334519073e-3f));
+  p = MulAdd(p, r, Set(4.1665795894e-2f));
+  p = MulAdd(p, r, Set(1.6666665459e-1f));
+  p = MulAdd(p, r, Set(5.0000001201e-1f));
+  p = Add(MulAdd(p, Mul(r, r), r), Set(1.0f));
+  return ZeroBelow(x, limit, ScaleByPowerOf2(p, n));
+}
+
+// kLanes keys as floats, [kLanes][head_dim]; zeros for rows beyond n.
+FATHOM_INLINE void LoadKeys(const Half* rows, std::int64_t n, int head_dim, float* keys) {
+  for (int r = 0; r < kLanes; ++r) {
+    const Half* row = rows + static_cast<std::int64_t>(r) * 2 * head_dim;
+    for (int d = 0; d < head_dim; d += kLanes) {
+      Store(keys + r * head_dim + d, r < n ? LoadHalf(row + d) : Zero());
+    }
+  }
+}
+
+FATHOM_INLINE F32 DotKeys(const float* keys, const float* q, int head_dim) {
+  F32 sum[kLanes];
+#pragma GCC unroll 16
+  for (int r = 0; r < kLanes; ++r) sum[r] = Zero();
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const F32 x = Load(q + d);
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) sum[r] = MulAdd(Load(keys + r * head_dim + d), x, sum[r]);
+  }
+  return ReduceRows(sum);
+}
+
+FATHOM_INLINE F32 DotListed(const Half* const* rows, const float* q, int head_dim) {
+  F32 sum[kLanes];
+#pragma GCC unroll 16
+  for (int r = 0; r < kLanes; ++r) sum[r] = Zero();
+  for (int d = 0; d < head_dim; d += kLanes) {
+    const F32 x = Load(q + d);
+#pragma GCC unroll 16
+    for (int r = 0; r < kLanes; ++r) sum[r] = MulAdd(LoadHalf(rows[r] + d), x, sum[r]);
+  }
+  return ReduceRows(sum);
+}
+
+FATHOM_INLINE void StoreFirst(float* p, F32 x, int n) {
+  if (n >= kLanes) {
+    Store(p, x);
+    return;
+  }
+  float lanes[kLanes];
+  Store(lanes, x);
+  for (int i = 0; i < n; ++i) p[i] = lanes[i];
+}
+
+void ScoreRows(const ScoreRowsArgs* args) {
+  const ScoreRowsArgs& a = *args;
+  alignas(64) float keys[kLanes * kMaxHeadDim];
+  for (std::int64_t i = 0; i < a.n_rows; i += kLanes) {
+    const std::int64_t left = a.n_rows - i;
+    LoadKeys(a.rows + i * 2 * a.head_dim, left, a.head_dim, keys);
+    const int n = left < kLanes ? static_cast<int>(left) : kLanes;
+    for (int h = 0; h < a.group; ++h) {
+      StoreFirst(a.scores + h * a.stride + i, DotKeys(keys, a.q + h * a.head_dim, a.head_dim), n);
+    }
+  }
+}
+
+// Scores to weights in place; n a multiple of kLanes, filled up with -inf. NaN is left out of the
+// maximum: its exp spoils the sum by itself. All -inf: weights 0 and top -inf.
+void SoftmaxChunk(float* s, int n, float scale, float* top, float* sum) {
+  F32 most = Set(-__builtin_inff());
+  for (int i = 0; i < n; i += kLanes) {
+    const F32 x = Mul(Load(s + i), Set(scale));
+    Store(s + i, x);
+    most = MaxOrSecond(x, most);
+  }
+  *top = ReduceMax(most);
+  const F32 shift = Set(*top == -__builtin_inff() ? 0.0f : *top);
+  F32 total = Zero();
+  for (int i = 0; i < n; i += kLanes) {
+    const F32 p = Exp(Sub(Load(s + i), shift));
+    Store(s + i, p);
+    total = Add(total, p);
+  }
+  *sum = ReduceAdd(total);
+}
+
+// The rows of a chunk that one head attends.
+struct RowList {
+  int n;
+  const Half* row[kAttendListRows + kLanes];
+};
+
+void ListRows(const AttendChunkArgs& a, int h, RowList* list) {
+  int n = 0;
+  for (int i = 0; i < a.n_rows; ++i) {
+    list->row[n] = a.rows + static_cast<std::int64_t>(a.tokens[i]) * 2 * a.head_dim;
+    n += a.mask[i] >> h & 1;
+  }
+  list->n = n;
+  for (int r = 0; n > 0 && r < kLanes; ++r) {
+    list->row[n + r] = list->row[n - 1];  // completes the last vector
+  }
+}
+
+// Rows first .. first + kLanes - 1 of the list, keys and values.
+FATHOM_INLINE void PrefetchRows(const RowList& list, int first, int head_dim) {
+  constexpr int kLineHalves = 32;
+  const int end = first + kLanes < list.n ? first + kLanes : list.n;
+  for (int r = first; r < end; ++r) {
+    for (int d = 0; d < 2 * head_dim; d += kLineHalves) Prefetch(list.row[r] + d);
+  }
+}
+
+template <int Vectors>
+FATHOM_INLINE void SumListed(const RowList& list, const float* p, int at, float* out) {
+  F32 sum[Vectors];
+#pragma GCC unroll 16
+  for (int v = 0; v < Vectors; ++v) sum[v] = Zero();
+  for (int i = 0; i < list.n; ++i) {
+    const F32 weight = Set(p[i]);
+    const Half* value = list.row[i] + at;
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) {
+      sum[v] = MulAdd(weight, LoadHalf(value + v * kLanes), sum[v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int v = 0; v < Vectors; ++v) Store(out + v * kLanes, sum[v]);
+}
+
+void AttendListedHead(const AttendChunkArgs& a, const RowList& list, const RowList& next, int h) {
+  const int dim = a.head_dim;
+  alignas(64) float p[kAttendListRows];
+  for (int i = 0; i < list.n; i += kLanes) {
+    PrefetchRows(list, i + kLanes, dim);
+    const F32 dot = DotListed(list.row + i, a.q + h * dim, dim);
+    Store(p + i, FirstLanes(dot, list.n - i, Set(-__builtin_inff())));
+  }
+  PrefetchRows(next, 0, dim);  // they arrive while this head computes
+  SoftmaxChunk(p, (list.n + kLanes - 1) / kLanes * kLanes, a.scale, a.top + h, a.sum + h);
+  float* out = a.out + h * dim;
+  int d = 0;
+  for (; d + 8 * kLanes <= dim; d += 8 * kLanes) SumListed<8>(list, p, dim + d, out + d);
+  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) SumListed<4>(list, p, dim + d, out + d);
+  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) SumListed<2>(list, p, dim + d, out + d);
+  for (; d < dim; d += kLanes) SumListed<1>(list, p, dim + d, out + d);
+}
+
+void AttendListed(const AttendChunkArgs* args) {
+  const AttendChunkArgs& a = *args;
+  RowList lists[2];
+  ListRows(a, 0, &lists[0]);
+  PrefetchRows(lists[0], 0, a.head_dim);
+  for (int h = 0; h < a.group; ++h) {
+    RowList& next = lists[(h + 1) % 2];
+    next.n = 0;
+    if (h + 1 < a.group) ListRows(a, h + 1, &next);
+    AttendListedHead(a, lists[h % 2], next, h);
+  }
+}
+
+// Rows are contiguous; weight of head h, row i: p[h * kAttendDenseRows + i].
+template <int Heads, int Vectors>
+FATHOM_INLINE void SumDense(const AttendChunkArgs& a, const float* p, int at, float* out) {
+  F32 sum[Heads][Vectors];
+#pragma GCC unroll 16
+  for (int h = 0; h < Heads; ++h) {
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) sum[h][v] = Zero();
+  }
+  const Half* value = a.rows + a.head_dim + at;
+  for (int i = 0; i < a.n_rows; ++i, value += 2 * a.head_dim) {
+    F32 x[Vectors];
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) x[v] = LoadHalf(value + v * kLanes);
+#pragma GCC unroll 16
+    for (int h = 0; h < Heads; ++h) {
+      const F32 weight = Set(p[h * kAttendDenseRows + i]);
+#pragma GCC unroll 16
+      for (int v = 0; v < Vectors; ++v) sum[h][v] = MulAdd(weight, x[v], sum[h][v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int h = 0; h < Heads; ++h) {
+#pragma GCC unroll 16
+    for (int v = 0; v < Vectors; ++v) Store(out + h * a.head_dim + v * kLanes, sum[h][v]);
+  }
+}
+
+template <int Heads>
+void SumDenseHeads(const AttendChunkArgs& a, const float* p, float* out) {
+  int d = 0;
+  for (; d + kAttendVectors * kLanes <= a.head_dim; d += kAttendVectors * kLanes) {
+    SumDense<Heads, kAttendVectors>(a, p, d, out + d);
+  }
+  for (; d < a.head_dim; d += kLanes) SumDense<Heads, 1>(a, p, d, out + d);
+}
+
+void AttendDense(const AttendChunkArgs* args) {
+  const AttendChunkArgs& a = *args;
+  alignas(64) float keys[kLanes * kMaxHeadDim];
+  alignas(64) float p[kMaxGroup * kAttendDenseRows];
+  const F32 fill = Set(-__builtin_inff());
+  for (int i = 0; i < a.n_rows; i += kLanes) {
+    const int left = a.n_rows - i;
+    LoadKeys(a.rows + static_cast<std::int64_t>(i) * 2 * a.head_dim, left, a.head_dim, keys);
+    for (int h = 0; h < a.group; ++h) {
+      const F32 dot = DotKeys(keys, a.q + h * a.head_dim, a.head_dim);
+      Store(p + h * kAttendDenseRows + i, FirstLanes(dot, left, fill));
+    }
+  }
+  const int padded = (a.n_rows + kLanes - 1) / kLanes * kLanes;
+  for (int h = 0; h < a.group; ++h) {
+    SoftmaxChunk(p + h * kAttendDenseRows, padded, a.scale, a.top + h, a.sum + h);
+  }
+  int h = 0;
+  for (; h + 4 <= a.group; h += 4) {
+    SumDenseHeads<4>(a, p + h * kAttendDenseRows, a.out + h * a.head_dim);
+  }
+  for (; h + 2 <= a.group; h += 2) {
+    SumDenseHeads<2>(a, p + h * kAttendDenseRows, a.out + h * a.head_dim);
+  }
+  for (; h < a.group; ++h) SumDenseHeads<1>(a, p + h * kAttendDenseRows, a.out + h * a.head_dim);
+}

@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: MIT
+#include "backend/cpu/cpu_backend.h"
+
+#include <initializer_list>
+#include <utility>
+
+#include "base/cpu_features.h"
+
+namespace fathom {
+namespace {
+
+#ifdef FATHOM_CPU_X86
+std::string Missing(std::initializer_list<std::pair<bool, const char*>> needs) {
+  std::string list;
+  for (const auto& [present, feature] : needs) {
+    if (!present) list += std::string(list.empty() ? "the processor lacks " : ", ") + feature;
+  }
+  return list;
+}
+#endif
+
+}  // namespace
+
+#ifdef FATHOM_CPU_X86
+
+std::string ProbeCpuAvx2() {
+  const CpuFeatures& f = GetCpuFeatures();
+  return Missing({{f.avx2, "avx2"}, {f.fma, "fma"}, {f.f16c, "f16c"}});
+}
+
+std::string ProbeCpuAvx512() {
+  const CpuFeatures& f = GetCpuFeatures();
+  return Missing({{f.avx2, "avx2"},
+                  {f.fma, "fma"},
+                  {f.f16c, "f16c"},
+                  {f.avx512f, "avx512f"},
+                  {f.avx512bw, "avx512bw"},
+                  {f.avx512dq, "avx512dq"},
+                  {f.avx512vl, "avx512vl"}});
+}
+
+std::unique_ptr<Backend> MakeCpuAvx2(int n_threads) {
+  return std::make_unique<CpuBackend>(cpu::Avx2Kernels(), n_threads);
+}
+
+std::unique_ptr<Backend> MakeCpuAvx512(int n_threads) {
+  return std::make_unique<CpuBackend>(cpu::Avx512Kernels(), n_threads);
+}
+
+#else
+
+std::string ProbeCpuAvx2() { return "built for a processor that is not x86-64"; }
+std::string ProbeCpuAvx512() { return ProbeCpuAvx2(); }
+std::unique_ptr<Backend> MakeCpuAvx2(int) { return nullptr; }
+std::unique_ptr<Backend> MakeCpuAvx512(int) { return nullptr; }
+
+#endif
+
+std::unique_ptr<Backend> MakeCpuPortable(int n_threads) {
+  return std::make_unique<CpuBackend>(cpu::PortableKernels(), n_threads);
+}
+
+}  // namespace fathom

@@ -1,0 +1,51 @@
+// SPDX-License-Identifier: MIT
+// The CPU backend: drivers that cut a call into tasks for OpenMP threads and give each to a kernel.
+//
+// Tasks are (KV head x range of tokens) with ranges of fixed size, and partial results are joined
+// in the order of the ranges, so that the number of threads never shows in a result.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "backend/cpu/kernels.h"
+#include "fathom/backend.h"
+
+namespace fathom {
+
+class CpuBackend : public Backend {
+ public:
+  CpuBackend(const cpu::KernelTable* kernels, int n_threads)
+      : kernels_(kernels), name_(std::string("cpu/") + kernels->isa), n_threads_(n_threads) {}
+
+  std::string_view name() const override { return name_; }
+  int n_threads() const override { return n_threads_; }
+  const cpu::KernelTable& kernels() const { return *kernels_; }
+
+  void Pack(const PackArgs& args) const override;
+  void Scan(const ScanArgs& args) const override;
+  void Score(const ScoreArgs& args) const override;
+  void Select(const SelectArgs& args) const override;
+  void Attend(const AttendArgs& args) const override;
+  void Prefill(const PrefillArgs& args) const override;
+
+ private:
+  // Threads worth waking for that many tasks.
+  int Team(std::int64_t tasks) const {
+    return tasks < n_threads_ ? static_cast<int>(tasks > 1 ? tasks : 1) : n_threads_;
+  }
+
+  const cpu::KernelTable* kernels_;
+  std::string name_;
+  int n_threads_;
+};
+
+// Why the kernels cannot run on this machine; empty when they can.
+std::string ProbeCpuAvx2();
+std::string ProbeCpuAvx512();
+
+std::unique_ptr<Backend> MakeCpuPortable(int n_threads);
+std::unique_ptr<Backend> MakeCpuAvx2(int n_threads);
+std::unique_ptr<Backend> MakeCpuAvx512(int n_threads);
+
+}  // namespace fathom

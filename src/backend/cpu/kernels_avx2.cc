@@ -1,0 +1,23 @@
+// SPDX-License-Identifier: MIT
+// Kernel set "avx2". The includes inside the namespace are on purpose: see kernels.h.
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "backend/cpu/kernels.h"
+#include "store/layout.h"
+
+#define FATHOM_INLINE inline __attribute__((always_inline))
+
+namespace fathom::cpu {
+namespace {
+
+#include "backend/cpu/simd_avx2.h"
+
+#include "backend/cpu/kernels_impl.h"
+
+}  // namespace
+
+const KernelTable* Avx2Kernels() { return &kTable; }
+
+}  // namespace fathom::cpu

@@ -1,0 +1,22 @@
+// SPDX-License-Identifier: MIT
+// The kernels of one instruction set, written once over the words of simd_*.h. Included inside the
+// anonymous namespace of kernels_<isa>.cc, after the vocabulary: never on its own.
+
+// Kernels address planes as plane * segment_blocks + block and expand bits from the lowest up.
+// layout.h owns that; it is used in constant expressions only, see kernels.h for why.
+static_assert(layout::PlaneWord(3, 2, 5, 64) == (3 * kPlanes + 2) * 64 + 5);
+static_assert(layout::Code(2, 0, 2, 0, 1) == 10);
+static_assert(layout::UnpackNibble(0x5A, 0) == 10 - 8 && layout::UnpackNibble(0x5A, 1) == 5 - 8);
+static_assert(layout::SideBytes(Codec::kMean, 3, 4, 64) == 3 * 32);
+static_assert(layout::SideBytes(Codec::kMean, 3, 8, 64) == 3 * 64);
+
+#include "backend/cpu/attend_impl.h"
+#include "backend/cpu/pack_impl.h"
+#include "backend/cpu/prefill_impl.h"
+#include "backend/cpu/scan_impl.h"
+#include "backend/cpu/select_impl.h"
+
+constexpr KernelTable kTable = {
+    kIsa,      PackSums, PackMaxima,   PackCodes,   ScanMean,       ScanPaper,
+    ScoreRows, TopK,     AttendListed, AttendDense, PrefillScratch, PrefillTile,
+};

@@ -1,0 +1,33 @@
+// SPDX-License-Identifier: MIT
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace fathom::cpu {
+
+inline constexpr std::size_t kCacheLine = 64;
+
+// Scratch space of a call, kept by the calling thread for its next ones. It is taken before a
+// parallel region and divided among the threads of the team, so that no allocation can fail inside.
+class Scratch {
+ public:
+  // At least `bytes`, at a cache line, valid until the next call of the same thread.
+  // Throws std::bad_alloc.
+  static std::byte* Take(std::size_t bytes) {
+    thread_local std::vector<std::byte> buffer;
+    const std::size_t needed = bytes + kCacheLine;
+    if (buffer.size() < needed) buffer = std::vector<std::byte>(needed + needed / 4);
+    const auto address = reinterpret_cast<std::uintptr_t>(buffer.data());
+    return buffer.data() + (kCacheLine - address % kCacheLine) % kCacheLine;
+  }
+};
+
+// Bytes of n elements, rounded up to whole cache lines.
+template <typename T>
+constexpr std::size_t LineBytes(std::size_t n) {
+  return (n * sizeof(T) + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
+}  // namespace fathom::cpu

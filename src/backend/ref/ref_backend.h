@@ -1,0 +1,28 @@
+// SPDX-License-Identifier: MIT
+// The executable specification: scalar, double accumulation, one thread, no scratch tricks. Every
+// other backend is tested against it, so it is written to be obviously right and nothing else.
+#pragma once
+
+#include <memory>
+
+#include "fathom/backend.h"
+
+namespace fathom {
+
+class RefBackend : public Backend {
+ public:
+  std::string_view name() const override { return "ref"; }
+  int n_threads() const override { return 1; }
+
+  void Pack(const PackArgs& args) const override;
+  void Scan(const ScanArgs& args) const override;
+  void Score(const ScoreArgs& args) const override;
+  void Select(const SelectArgs& args) const override;
+  void Attend(const AttendArgs& args) const override;
+  void Prefill(const PrefillArgs& args) const override;
+};
+
+// n_threads is ignored.
+std::unique_ptr<Backend> MakeRefBackend(int n_threads);
+
+}  // namespace fathom

@@ -1,0 +1,90 @@
+// SPDX-License-Identifier: MIT
+// Approximate and exact scores.
+#include <cmath>
+
+#include "backend/ref/ref_backend.h"
+#include "base/half.h"
+#include "store/layout.h"
+
+namespace fathom {
+namespace {
+
+int Bit(const ScanArgs& a, const SegmentView& s, int channel, int plane, int block, int token) {
+  const std::uint64_t word = s.planes[layout::PlaneWord(channel, plane, block, a.segment_blocks)];
+  return static_cast<int>(word >> token & 1);
+}
+
+int MeanCodeAt(const ScanArgs& a, const SegmentView& s, int channel, int block) {
+  const std::uint8_t* row =
+      s.side + layout::SideRowBytes(a.codec, a.mean_bits, a.segment_blocks) * channel;
+  if (a.mean_bits == 8) return static_cast<std::int8_t>(row[block]);
+  return layout::UnpackNibble(row[block / 2], block);
+}
+
+float MeanScore(const ScanArgs& a, const SegmentView& s, const ScanTable& t, int h, int block,
+                int token) {
+  std::int64_t planes = 0;
+  for (std::size_t p = 0; p < t.plane.size(); ++p) {
+    const int channel = t.plane[p] / kPlanes;
+    planes += t.weight[p * a.group + h] * Bit(a, s, channel, t.plane[p] % kPlanes, block, token);
+  }
+  std::int64_t means = 0;
+  for (std::size_t c = 0; c < t.channel.size(); ++c) {
+    means += static_cast<std::int64_t>(t.mean_weight[c * a.group + h]) *
+             MeanCodeAt(a, s, t.channel[c], block);
+  }
+  const std::int64_t total = 16 * (2 * planes - t.weight_sum[h]) + means;
+  return static_cast<float>(total) * t.scale[h];
+}
+
+float PaperScore(const ScanArgs& a, const SegmentView& s, const ScanHead& head, int h, int block,
+                 int token) {
+  const auto* scales = reinterpret_cast<const Half*>(s.side);
+  double score = 0;
+  for (int j = 0; j < a.head_dim; ++j) {
+    if (head.depth[j] == 0) continue;
+    double value = 0;
+    for (int p = 0; p < head.depth[j]; ++p) {
+      value += std::ldexp(Bit(a, s, j, p, block, token) == 1 ? 1.0 : -1.0, -(p + 1));
+    }
+    const double range =
+        HalfToFloat(scales[static_cast<std::size_t>(j) * a.segment_blocks + block]);
+    score += static_cast<double>(head.q[h * a.head_dim + j]) * range * value;
+  }
+  return static_cast<float>(score);
+}
+
+}  // namespace
+
+void RefBackend::Scan(const ScanArgs& a) const {
+  for (const ScanHead& head : a.heads) {
+    for (int h = 0; h < a.group; ++h) {
+      float* out = head.scores + h * head.stride;
+      for (const SegmentView& s : head.segments) {
+        for (int i = 0; i < s.n_blocks * kBlockTokens; ++i) {
+          const int block = i / kBlockTokens;
+          const int token = i % kBlockTokens;
+          *out++ = a.codec == Codec::kMean ? MeanScore(a, s, head.tables[s.table], h, block, token)
+                                           : PaperScore(a, s, head, h, block, token);
+        }
+      }
+    }
+  }
+}
+
+void RefBackend::Score(const ScoreArgs& a) const {
+  for (const ScoreHead& head : a.heads) {
+    for (int h = 0; h < a.group; ++h) {
+      for (std::int64_t i = 0; i < a.n_tokens; ++i) {
+        double dot = 0;
+        for (int d = 0; d < a.head_dim; ++d) {
+          dot += static_cast<double>(head.q[h * a.head_dim + d]) *
+                 HalfToFloat(head.rows[i * 2 * a.head_dim + d]);
+        }
+        head.scores[h * head.stride + i] = static_cast<float>(dot);
+      }
+    }
+  }
+}
+
+}  // namespace fathom

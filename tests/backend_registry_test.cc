@@ -1,0 +1,178 @@
+// SPDX-License-Identifier: MIT
+// The list of backends, what their names promise, and the code above all backends: scan tables and
+// the merge of attention states.
+#include <gtest/gtest.h>
+
+#include "backend/cpu/cpu_backend.h"
+#include "backend/registry.h"
+#include "base/cpu_features.h"
+#include "fathom/error.h"
+#include "support/backend_cases.h"
+#include "support/compare.h"
+
+namespace fathom::test {
+namespace {
+
+TEST(BackendRegistry, RefIsAlwaysThereAndEveryEntryHasItsReason) {
+  const auto list = ListBackends();
+  ASSERT_GE(list.size(), 2u);
+  EXPECT_EQ(list[0].name, "ref");
+  EXPECT_TRUE(list[0].available);
+  for (const BackendInfo& info : list) {
+    EXPECT_EQ(info.available, info.reason.empty()) << info.name;
+    EXPECT_FALSE(info.description.empty()) << info.name;
+  }
+}
+
+TEST(BackendRegistry, TheForcedInstructionSetIsTheOneThatRuns) {
+  for (const BackendInfo& info : ListBackends()) {
+    if (!info.available) continue;
+    const auto backend = MakeBackend(info.name, 3);
+    EXPECT_EQ(backend->name(), info.name);
+    if (info.name.rfind("cpu/", 0) != 0) continue;
+    EXPECT_EQ(backend->n_threads(), 3);
+    const auto* cpu = dynamic_cast<const CpuBackend*>(backend.get());
+    ASSERT_NE(cpu, nullptr);
+    EXPECT_EQ(std::string("cpu/") + cpu->kernels().isa, info.name);
+  }
+  EXPECT_STREQ(cpu::PortableKernels()->isa, "portable");
+}
+
+TEST(BackendRegistry, CpuTakesTheBestAndAllProcessors) {
+  std::string best;
+  for (const BackendInfo& info : ListBackends()) {
+    if (info.available && info.name.rfind("cpu/", 0) == 0) best = info.name;
+  }
+  EXPECT_EQ(MakeBackend("cpu", 1)->name(), best);
+  EXPECT_EQ(MakeBackend("", 0)->name(), best);
+  EXPECT_EQ(MakeBackend("cpu", 0)->n_threads(), UsableProcessors());
+}
+
+TEST(BackendRegistry, UnknownNamesAreRefusedWithTheValidOnes) {
+  for (const char* name : {"gpu", "cpu/", "cpu/avx", "REF", "cpu/avx2 "}) {
+    try {
+      MakeBackend(name, 1);
+      ADD_FAILURE() << name;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), ErrorCode::kUsage);
+      EXPECT_NE(std::string(e.what()).find(name), std::string::npos);
+      EXPECT_NE(std::string(e.what()).find("cpu/portable"), std::string::npos);
+    }
+  }
+}
+
+TEST(BackendRegistry, UnavailableNamesAreRefusedWithTheReason) {
+  int refused = 0;
+  for (const BackendInfo& info : ListBackends()) {
+    if (info.available) continue;
+    ++refused;
+    try {
+      MakeBackend(info.name, 1);
+      ADD_FAILURE() << info.name;
+    } catch (const Error& e) {
+      EXPECT_EQ(e.code(), ErrorCode::kUnsupported);
+      EXPECT_NE(std::string(e.what()).find(info.reason), std::string::npos);
+    }
+  }
+  if (refused == 0) GTEST_SKIP() << "this machine can run every backend of the build";
+}
+
+TEST(ScanTableTest, IntegerScoresFollowTheDecoder) {
+  const auto ref = MakeBackend("ref", 1);
+  for (const DataKind kind : {DataKind::kNormal, DataKind::kHeavyTailed, DataKind::kSmooth}) {
+    const IndexCase c{.head_dim = 64, .segment_blocks = 8, .blocks = {8}, .kind = kind};
+    const TestIndex index = MakeIndex(c, *ref, 1);
+    const auto q = RandomNormal(c.head_dim, 2);
+    const auto level = RandomLevels(c.head_dim, 0.5, 5, 3);
+    std::vector<ScanTable> table(1);
+    BuildScanTable(
+        {c.head_dim, 1, 4, q.data(), level.data(), index.mean_step.data(), index.weight.data()},
+        table.data());
+    std::vector<float> scores(static_cast<std::size_t>(index.n_tokens));
+    std::vector<ScanHead> heads(1);
+    heads[0] = {index.views, table, nullptr, nullptr, scores.data(), index.n_tokens};
+    ref->Scan({Codec::kMean, c.head_dim, 1, c.segment_blocks, 4, heads});
+    double error = 0, sum = 0, square = 0;
+    for (int i = 0; i < index.n_tokens; ++i) {
+      double exact = 0;
+      for (int j = 0; j < c.head_dim; ++j) {
+        const auto at = static_cast<std::size_t>(j);
+        if (level[at] == 0) continue;
+        const int block = i / kBlockTokens;
+        double x = layout::UnpackNibble(index.side[0][at * 4 + static_cast<std::size_t>(block / 2)],
+                                        block) *
+                   static_cast<double>(index.mean_step[at]);
+        for (int p = 0; p + 1 < level[at]; ++p) {
+          const auto word = index.planes[0][layout::PlaneWord(j, p, block, c.segment_blocks)];
+          const double sign = (word >> (i % kBlockTokens) & 1) != 0 ? 1 : -1;
+          x += sign * index.weight[at * 16 + (level[at] - 2u) * 4 + static_cast<std::size_t>(p)];
+        }
+        exact += q[at] * x;
+      }
+      error += std::pow(exact - scores[static_cast<std::size_t>(i)], 2);
+      sum += exact;
+      square += exact * exact;
+    }
+    const double n = static_cast<double>(index.n_tokens);
+    EXPECT_LT(std::sqrt(error / n), 0.002 * std::sqrt(square / n - std::pow(sum / n, 2)));
+  }
+}
+
+TEST(ScanTableTest, WeightsFollowTheRule) {
+  const std::vector<float> q = {1, -2};
+  const std::vector<std::uint8_t> level = {3, 1};
+  const std::vector<float> step = {0.5f, 0.25f};
+  std::vector<float> weight(2 * 16, 100.0f);
+  weight[4] = 0.5f;  // channel 0, two planes
+  weight[5] = 0.25f;
+  ScanTable t;
+  BuildScanTable({2, 1, 4, q.data(), level.data(), step.data(), weight.data()}, &t);
+  // A = 0.75, M = 7 * (0.5 + 0.5): S = min(42666.7, 74898.3).
+  const double s = 32000 / 0.75;
+  EXPECT_EQ(t.plane, (std::vector<std::int32_t>{0, 1}));
+  EXPECT_EQ(t.weight, (std::vector<std::int16_t>{21333, 10667}));
+  EXPECT_EQ(t.channel, (std::vector<std::int32_t>{0, 1}));
+  EXPECT_EQ(t.mean_weight, (std::vector<std::int32_t>{341333, -341333}));
+  EXPECT_EQ(t.weight_sum[0], 32000);
+  EXPECT_EQ(t.scale[0], static_cast<float>(1 / (16 * s)));
+}
+
+TEST(ScanTableTest, NothingReadAndZeroQueries) {
+  const std::vector<float> zero(32, 0.0f);
+  const std::vector<float> weight(32 * 16, 1.0f);
+  ScanTable t;
+  const std::vector<std::uint8_t> none(32, 0);
+  BuildScanTable({32, 1, 4, zero.data(), none.data(), zero.data(), weight.data()}, &t);
+  EXPECT_TRUE(t.plane.empty());
+  EXPECT_TRUE(t.channel.empty());
+  EXPECT_EQ(t.scale[0], 1.0f / 16);
+  const std::vector<std::uint8_t> all(32, 5);
+  BuildScanTable({32, 1, 4, zero.data(), all.data(), zero.data(), weight.data()}, &t);
+  EXPECT_EQ(t.plane.size(), 128u);
+  EXPECT_EQ(t.weight, std::vector<std::int16_t>(128, 0));
+}
+
+TEST(MergeAttentionTest, PartsJoinToTheWhole) {
+  constexpr std::int32_t kDim = 32;
+  const auto ref = MakeBackend("ref", 1);
+  const auto rows = RandomRows(DataKind::kNormal, 90, kDim, 1);
+  const auto q = RandomNormal(kDim, 2, 3.0);
+  const auto attend = [&](std::int64_t first, std::int64_t last, float* out, float* lse) {
+    const std::vector<AttendHead> heads = {
+        {rows.data() + first * 2 * kDim, q.data(), nullptr, nullptr, last - first, out, lse}};
+    ref->Attend({kDim, 1, 0.5f, heads});
+  };
+  std::vector<float> whole(kDim), joined(kDim), part(kDim);
+  float whole_lse = 0, lse = 0, part_lse = 0;
+  attend(0, 90, whole.data(), &whole_lse);
+  attend(0, 0, joined.data(), &lse);  // the identity
+  for (const auto& [first, last] : {std::pair{0, 10}, {10, 11}, {11, 11}, {11, 90}}) {
+    attend(first, last, part.data(), &part_lse);
+    MergeAttention(joined.data(), &lse, part.data(), part_lse, kDim);
+  }
+  EXPECT_TRUE(Near(joined, whole, 1e-6));
+  EXPECT_NEAR(lse, whole_lse, 1e-5);
+}
+
+}  // namespace
+}  // namespace fathom::test
