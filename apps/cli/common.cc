@@ -1,0 +1,86 @@
+// SPDX-License-Identifier: MIT
+#include "common.h"
+
+#include <array>
+#include <atomic>
+#include <cerrno>
+#include <charconv>
+#include <csignal>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+namespace fathom::cli {
+namespace {
+
+std::atomic<bool> interrupted{false};
+static_assert(std::atomic<bool>::is_always_lock_free, "written by a signal handler");
+
+void OnInterrupt(int /*signal*/) {
+  interrupted = true;
+  std::signal(SIGINT, SIG_DFL);
+}
+
+}  // namespace
+
+void CatchInterrupt() { std::signal(SIGINT, OnInterrupt); }
+bool Interrupted() { return interrupted; }
+
+std::string ReadText(const std::string& path) {
+  const auto fail = [&] {
+    return Error(ErrorCode::kIo, "cannot read '" + path + "': " + std::strerror(errno));
+  };
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> owned(nullptr, std::fclose);
+  std::FILE* file = stdin;
+  if (path != "-") {
+    owned.reset(std::fopen(path.c_str(), "rb"));
+    if (!owned) throw fail();
+    file = owned.get();
+  }
+  std::string text;
+  std::array<char, 1 << 16> buffer{};
+  for (std::size_t n = 0; (n = std::fread(buffer.data(), 1, buffer.size(), file)) > 0;)
+    text.append(buffer.data(), n);
+  if (std::ferror(file) != 0) throw fail();
+  return text;
+}
+
+std::int64_t ParseTokens(const std::string& text) {
+  std::int64_t value = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  const std::string unit(end, text.data() + text.size());
+  std::int64_t scale = 0;
+  if (unit.empty()) scale = 1;
+  if (unit == "k" || unit == "K") scale = 1024;
+  if (unit == "m" || unit == "M") scale = 1024 * 1024;
+  if (error != std::errc() || scale == 0 || value < 1 || value > (std::int64_t{1} << 30) / scale) {
+    throw Error(ErrorCode::kUsage,
+                "'" + text + "' is not a number of tokens; write 4096, 32k or 1M");
+  }
+  return value * scale;
+}
+
+std::string Grouped(std::int64_t number) {
+  std::string text = std::to_string(number < 0 ? -number : number);
+  for (std::size_t at = text.size(); at > 3;) text.insert(at -= 3, ",");
+  return number < 0 ? "-" + text : text;
+}
+
+std::string ByteText(double bytes) {
+  constexpr std::array units = {"B", "KiB", "MiB", "GiB", "TiB"};
+  std::size_t unit = 0;
+  while (bytes >= 1024 && unit + 1 < units.size()) {
+    bytes /= 1024;
+    ++unit;
+  }
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), unit == 0 ? "%.0f %s" : "%.1f %s", bytes, units.at(unit));
+  return text.data();
+}
+
+int ExitCode(ErrorCode code) {
+  if (code == ErrorCode::kUsage) return kExitUsage;
+  return code == ErrorCode::kCancelled ? kExitInterrupted : kExitFailure;
+}
+
+}  // namespace fathom::cli

@@ -1,0 +1,41 @@
+// SPDX-License-Identifier: MIT
+// What the commands share: exit codes, interruption, reading files.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "fathom/fathom.h"
+
+namespace fathom::cli {
+
+constexpr int kExitOk = 0;
+constexpr int kExitFailure = 1;        // the work failed
+constexpr int kExitUsage = 2;          // the request was wrong
+constexpr int kExitInterrupted = 130;  // Ctrl-C, as shells report it
+
+// Ctrl-C asks the running command to end cleanly; a second one ends the process at once.
+void CatchInterrupt();
+bool Interrupted();
+
+// Whole file, "-" for standard input. Throws Error(kIo) naming the file and the reason.
+std::string ReadText(const std::string& path);
+
+// "4096", "32k" (1,024 times) or "1M". Throws Error(kUsage).
+std::int64_t ParseTokens(const std::string& text);
+
+// "31,604".
+std::string Grouped(std::int64_t number);
+// "12.3 MiB".
+std::string ByteText(double bytes);
+
+int ExitCode(ErrorCode code);
+
+// Each adds its subcommand; the callback stores the exit code.
+void AddRunCommand(CLI::App& app, int* exit_code);
+void AddInfoCommand(CLI::App& app, int* exit_code);
+void AddBenchCommand(CLI::App& app, int* exit_code);
+
+}  // namespace fathom::cli

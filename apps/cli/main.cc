@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: MIT
+// fathom: the command line program. Results go to standard output, progress and messages to
+// standard error.
+#include <cstdio>
+#include <exception>
+#include <new>
+#include <string>
+
+#include "common.h"
+
+namespace {
+
+// The parser's own message for an unknown command does not name it.
+void CheckCommand(const CLI::App& app, int argc, char** argv) {
+  if (argc < 2 || argv[1][0] == '-') return;
+  std::string valid;
+  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
+    if (command->get_name() == argv[1]) return;
+    valid += (valid.empty() ? "" : ", ") + command->get_name();
+  }
+  throw fathom::Error(fathom::ErrorCode::kUsage,
+                      "unknown command '" + std::string(argv[1]) + "'; valid: " + valid);
+}
+
+int Run(int argc, char** argv) {
+  CLI::App app("Fathom: decode long contexts by reading only the key bits a query needs", "fathom");
+  app.set_version_flag("--version", "fathom " FATHOM_VERSION);
+  app.require_subcommand(1);
+  int exit_code = fathom::cli::kExitOk;
+  fathom::cli::AddRunCommand(app, &exit_code);
+  fathom::cli::AddInfoCommand(app, &exit_code);
+  fathom::cli::AddBenchCommand(app, &exit_code);
+  CheckCommand(app, argc, argv);
+  app.failure_message([](const CLI::App* /*app*/, const CLI::Error& error) {
+    return "fathom: " + std::string(error.what()) + "; see fathom --help\n";
+  });
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    // Help and version are "errors" with code 0 here.
+    return app.exit(error) == 0 ? fathom::cli::kExitOk : fathom::cli::kExitUsage;
+  }
+  return exit_code;
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  try {
+    fathom::cli::CatchInterrupt();
+    return Run(argc, argv);
+  } catch (const fathom::Error& error) {
+    std::fprintf(stderr, "fathom: %s\n", error.what());
+    return fathom::cli::ExitCode(error.code());
+  } catch (const std::bad_alloc&) {
+    std::fprintf(stderr, "fathom: out of memory; choose a shorter context (-c)\n");
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "fathom: internal error: %s\n", error.what());
+  }
+  return fathom::cli::kExitFailure;
+}

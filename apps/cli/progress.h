@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: MIT
+// Progress of long work on standard error: a bar that redraws on a terminal, a line every tenth
+// otherwise.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <string>
+
+namespace fathom::cli {
+
+class Progress {
+ public:
+  // unit: what is counted, "tokens". Nothing is shown when quiet.
+  Progress(std::string label, std::string unit, bool quiet);
+  ~Progress();
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+
+  void Update(std::int64_t done, std::int64_t total);
+
+ private:
+  std::string label_;
+  std::string unit_;
+  bool quiet_;
+  bool terminal_;
+  bool drawn_ = false;
+  std::int64_t last_tenth_ = 0;
+  std::chrono::steady_clock::time_point start_;
+};
+
+}  // namespace fathom::cli

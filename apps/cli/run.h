@@ -1,0 +1,63 @@
+// SPDX-License-Identifier: MIT
+// `fathom run`: what it is asked and what it found.
+#pragma once
+
+#include <cstdint>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "fathom/fathom.h"
+
+namespace fathom::cli {
+
+struct RunOptions {
+  std::string model;
+  std::string file;  // document, "-" for standard input, empty for none
+  std::vector<std::string> prompts;
+  std::string ctx_size;  // empty: what the prompts need
+  std::int64_t predict = 256;
+  int threads = 0;
+  std::string backend = "cpu";
+  std::string method = "fathom:bits=28,k=512";
+  std::string compare;  // second method, empty for none
+  SamplingOptions sampling;
+  bool no_chat = false;
+  bool stats = false;
+  bool json = false;
+};
+
+struct Answer {
+  std::string question;
+  std::int64_t n_prompt_tokens = 0;
+  Generation generation;
+  SessionTimes times;  // of this question and its answer alone
+  MethodCounters counters;
+};
+
+struct MethodRun {
+  std::string spec;  // canonical
+  double index_s = 0;
+  std::int64_t index_bytes = 0;
+  std::vector<Answer> answers;
+};
+
+struct RunReport {
+  ModelInfo model;
+  std::string backend;
+  int threads = 0;
+  std::int64_t ctx_size = 0;
+  std::int64_t document_bytes = 0;
+  std::int64_t shared_tokens = 0;  // prefilled once for all questions and methods
+  SessionTimes prefill;            // of those
+  std::int64_t rows_bytes = 0;     // at the end of the run
+  bool interrupted = false;
+  std::vector<MethodRun> runs;
+};
+
+std::string StatsTable(const RunReport& report);
+// Where the second method's answers part from the first's, and both speeds.
+std::string ComparisonText(const RunReport& report);
+nlohmann::json ReportJson(const RunReport& report);
+
+}  // namespace fathom::cli

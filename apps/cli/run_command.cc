@@ -1,0 +1,271 @@
+// SPDX-License-Identifier: MIT
+#include <algorithm>
+#include <cstdio>
+#include <memory>
+
+#include "common.h"
+#include "progress.h"
+#include "run.h"
+
+namespace fathom::cli {
+namespace {
+
+constexpr std::string_view kSpace = " \t\r\n";
+
+// The document without white space at its end, so that exactly one empty line stands before the
+// question.
+std::string_view TrimEnd(std::string_view text) {
+  const auto end = text.find_last_not_of(kSpace);
+  return text.substr(0, end == std::string_view::npos ? 0 : end + 1);
+}
+
+void CheckOptions(const RunOptions& options) {
+  if (options.file.empty() && options.prompts.empty()) {
+    throw Error(ErrorCode::kUsage,
+                "nothing to read: give a document with -f FILE, a question with -p TEXT, or both");
+  }
+  if (options.no_chat && options.file.empty() && options.prompts.size() > 1) {
+    throw Error(ErrorCode::kUsage,
+                "several -p with --no-chat need a document (-f) that they share");
+  }
+  ValidateMethodSpec(MethodSpec::Parse(options.method));
+  if (!options.compare.empty()) ValidateMethodSpec(MethodSpec::Parse(options.compare));
+}
+
+std::string ReadDocument(const RunOptions& options) {
+  if (options.file.empty()) return "";
+  const std::string text = ReadText(options.file);
+  if (TrimEnd(text).empty()) {
+    throw Error(ErrorCode::kUsage,
+                "document '" + options.file + "' is empty; give a file with text, or leave out -f");
+  }
+  return text;
+}
+
+// One prompt per question: the document first, the question after an empty line.
+std::vector<std::vector<Token>> BuildPrompts(const Model& model, const RunOptions& options,
+                                             const std::string& document) {
+  std::vector<std::string> questions = options.prompts;
+  if (questions.empty()) questions.emplace_back();
+  const bool chat = !options.no_chat && model.has_chat_template();
+  if (!chat && !options.no_chat) {
+    std::fprintf(stderr,
+                 "fathom: the model has no chat template; continuing the text as with --no-chat\n");
+  }
+  std::vector<std::vector<Token>> prompts;
+  for (const std::string& question : questions) {
+    // Without a question a plain continuation must see the document to its last byte.
+    std::string text = question.empty() ? document : std::string(TrimEnd(document));
+    if (!text.empty() && !question.empty()) text += "\n\n";
+    text += question;
+    if (chat) {
+      const ChatMessage message{"user", text};
+      prompts.push_back(model.ChatTokens({&message, 1}));
+    } else {
+      std::vector<Token> tokens = model.Tokenize(text, false);
+      if (model.bos() >= 0) tokens.insert(tokens.begin(), model.bos());
+      prompts.push_back(std::move(tokens));
+    }
+    if (prompts.back().empty())
+      throw Error(ErrorCode::kUsage, "the prompt has no tokens; give some text");
+  }
+  return prompts;
+}
+
+// Tokens that all prompts begin with, at least one short of the shortest, so that each question
+// ends in a prefill.
+std::int64_t SharedTokens(const std::vector<std::vector<Token>>& prompts) {
+  auto shared = static_cast<std::ptrdiff_t>(prompts.front().size()) - 1;
+  for (const auto& prompt : prompts) {
+    const auto end =
+        std::min<std::ptrdiff_t>(shared, static_cast<std::ptrdiff_t>(prompt.size()) - 1);
+    shared = std::mismatch(prompt.begin(), prompt.begin() + end, prompts.front().begin()).first -
+             prompt.begin();
+  }
+  return shared;
+}
+
+std::int64_t ContextSize(const Model& model, const RunOptions& options,
+                         const std::vector<std::vector<Token>>& prompts) {
+  std::size_t longest = 0;
+  for (const auto& prompt : prompts) longest = std::max(longest, prompt.size());
+  const auto prompt_tokens = static_cast<std::int64_t>(longest);
+  const std::int64_t trained = model.info().n_ctx_train;
+  const std::int64_t ctx = options.ctx_size.empty() ? std::min(prompt_tokens + options.predict,
+                                                               std::max(trained, std::int64_t{1}))
+                                                    : ParseTokens(options.ctx_size);
+  if (prompt_tokens > ctx) {
+    throw Error(ErrorCode::kUsage,
+                "the prompt has " + Grouped(prompt_tokens) + " tokens, " +
+                    Grouped(prompt_tokens - ctx) + " more than the context of " + Grouped(ctx) +
+                    "; use -c " + std::to_string(prompt_tokens + options.predict) +
+                    (prompt_tokens > trained
+                         ? " (beyond the " + Grouped(trained) + " the model was made for)"
+                         : ""));
+  }
+  if (ctx > trained) {
+    std::fprintf(stderr,
+                 "fathom: a context of %s is beyond the %s tokens this model was made for; expect "
+                 "mistakes\n",
+                 Grouped(ctx).c_str(), Grouped(trained).c_str());
+  }
+  return ctx;
+}
+
+// Prefill with a bar; a message of what happened to an interrupted one.
+void PrefillWithProgress(Session& session, std::span<const Token> tokens, const std::string& label,
+                         bool quiet) {
+  Progress progress(label, "tokens", quiet);
+  session.Prefill(tokens, [&](std::int64_t done, std::int64_t total) {
+    progress.Update(done, total);
+    return !Interrupted();
+  });
+}
+
+Answer AskOne(Session& session, const RunOptions& options, const std::string& question,
+              std::span<const Token> rest, bool stream) {
+  session.ResetTimes();
+  session.method().ResetCounters();
+  session.Prefill(rest, [](std::int64_t, std::int64_t) { return !Interrupted(); });
+  Answer answer;
+  answer.question = question;
+  answer.n_prompt_tokens = session.n_tokens();
+  answer.generation =
+      Generate(session, {options.predict, options.sampling}, [&](Token, std::string_view text) {
+        if (stream) {
+          std::fwrite(text.data(), 1, text.size(), stdout);
+          std::fflush(stdout);
+        }
+        return !Interrupted();
+      });
+  if (stream) std::fputs("\n", stdout);
+  answer.times = session.times();
+  answer.counters = session.method().counters();
+  return answer;
+}
+
+MethodRun AskAll(Session& session, const RunOptions& options,
+                 const std::vector<std::vector<Token>>& prompts, std::int64_t shared,
+                 bool announce) {
+  MethodRun run;
+  run.spec = session.method().spec();
+  session.ResetTimes();
+  session.BuildIndex();
+  run.index_s = session.times().index_s;
+  if (announce && !options.json) std::printf("== %s\n", run.spec.c_str());
+  for (std::size_t i = 0; i < prompts.size() && !Interrupted(); ++i) {
+    if (prompts.size() > 1 && !options.json) std::printf("> %s\n", options.prompts[i].c_str());
+    const std::string question = options.prompts.empty() ? "" : options.prompts[i];
+    run.answers.push_back(AskOne(session, options, question,
+                                 std::span(prompts[i]).subspan(static_cast<std::size_t>(shared)),
+                                 !options.json));
+    run.index_bytes = session.method().MemoryBytes();
+    if (i + 1 < prompts.size()) session.Truncate(shared);
+  }
+  return run;
+}
+
+RunReport Execute(const RunOptions& options) {
+  CheckOptions(options);
+  const std::string document = ReadDocument(options);
+  const auto model = Model::Open(options.model);
+  const auto prompts = BuildPrompts(*model, options, document);
+
+  SessionOptions session_options;
+  session_options.ctx_size = ContextSize(*model, options, prompts);
+  session_options.backend = options.backend;
+  session_options.method = options.method;
+  session_options.n_threads = options.threads;
+  Session session(model, session_options);
+
+  RunReport report;
+  report.model = model->info();
+  report.backend = std::string(session.backend().name());
+  report.threads = session.backend().n_threads();
+  report.ctx_size = session_options.ctx_size;
+  report.document_bytes = static_cast<std::int64_t>(document.size());
+  report.shared_tokens = SharedTokens(prompts);
+  try {
+    PrefillWithProgress(
+        session, std::span(prompts.front()).first(static_cast<std::size_t>(report.shared_tokens)),
+        "prefill", options.json && !options.stats);
+    report.prefill = session.times();
+    report.runs.push_back(
+        AskAll(session, options, prompts, report.shared_tokens, !options.compare.empty()));
+    if (!options.compare.empty() && !Interrupted()) {
+      session.Truncate(report.shared_tokens);
+      session.SetMethod(options.compare);
+      report.runs.push_back(AskAll(session, options, prompts, report.shared_tokens, true));
+    }
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kCancelled) throw;
+    std::fprintf(stderr, "fathom: %s\n", error.what());
+  }
+  report.rows_bytes = session.rows().MemoryBytes();
+  report.interrupted = Interrupted();
+  return report;
+}
+
+int Run(const RunOptions& options) {
+  const RunReport report = Execute(options);
+  if (options.json) {
+    // Bytes that are not UTF-8 can stand in an answer; JSON cannot hold them.
+    std::printf(
+        "%s\n",
+        ReportJson(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  } else if (!report.runs.empty()) {
+    if (report.runs.size() > 1) std::printf("\n%s", ComparisonText(report).c_str());
+    if (options.stats) std::printf("\n%s", StatsTable(report).c_str());
+  }
+  for (const MethodRun& run : report.runs) {
+    for (const Answer& answer : run.answers) {
+      if (answer.generation.stop != StopReason::kContext) continue;
+      std::fprintf(
+          stderr, "fathom: the context of %s tokens is full; the answer was cut, use a larger -c\n",
+          Grouped(report.ctx_size).c_str());
+    }
+  }
+  return report.interrupted ? kExitInterrupted : kExitOk;
+}
+
+}  // namespace
+
+void AddRunCommand(CLI::App& app, int* exit_code) {
+  auto options = std::make_shared<RunOptions>();
+  CLI::App* run = app.add_subcommand("run", "Answer questions about a document, or continue it");
+  run->add_option("-m,--model", options->model, "GGUF model")->required();
+  run->add_option("-f,--file", options->file, "document; - reads standard input");
+  run->add_option("-p,--prompt", options->prompts,
+                  "question or instruction; repeat for several about one document")
+      ->allow_extra_args(false);
+  run->add_option("-c,--ctx-size", options->ctx_size,
+                  "context in tokens (32768 or 32k); default: what the prompts need");
+  run->add_option("-n,--predict", options->predict, "longest answer in tokens")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1 << 20));
+  run->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1024));
+  run->add_option("--backend", options->backend,
+                  "kernels: cpu, cpu/avx2, ref, ... (see fathom info)")
+      ->capture_default_str();
+  run->add_option("--method", options->method, "method spec (see fathom info)")
+      ->capture_default_str();
+  run->add_option("--compare", options->compare, "second method spec, from the same prefill");
+  run->add_option("--temp", options->sampling.temperature, "temperature; 0 is greedy")
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 100.0));
+  run->add_option("--top-k", options->sampling.top_k, "sample among the best K; 0 is off")
+      ->capture_default_str()
+      ->check(CLI::Range(0, 1 << 20));
+  run->add_option("--top-p", options->sampling.top_p, "sample within this probability; 1 is off")
+      ->capture_default_str()
+      ->check(CLI::Range(0.0, 1.0));
+  run->add_option("--seed", options->sampling.seed, "random seed")->capture_default_str();
+  run->add_flag("--no-chat", options->no_chat, "continue the text; no chat template");
+  run->add_flag("--stats", options->stats, "print a table of speeds and bytes");
+  run->add_flag("--json", options->json, "print one JSON document instead of text");
+  run->callback([options, exit_code] { *exit_code = Run(*options); });
+}
+
+}  // namespace fathom::cli

@@ -1,0 +1,241 @@
+// SPDX-License-Identifier: MIT
+#include "fathom/session.h"
+
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "base/timer.h"
+#include "fathom/error.h"
+
+namespace fathom {
+namespace {
+
+// Every 16th query of a prefill feeds the query statistics: 2,000 samples per head of a 32k
+// document.
+constexpr std::int64_t kQuerySampling = 16;
+constexpr std::int32_t kMaxChunk = 1 << 16;
+
+std::string Mebibytes(std::int64_t bytes) {
+  return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
+}
+
+void CheckMemory(const ModelInfo& model, const MethodSpec& method, const SessionOptions& options) {
+  const SessionMemory need = EstimateMemory(model, method, options.ctx_size, options.chunk);
+  // The mapped weights are counted as needed: they must stay in the page cache for decode to be
+  // fast.
+  if (need.total() <= need.available_bytes) return;
+  throw Error(ErrorCode::kNoMemory,
+              "a session of " + std::to_string(options.ctx_size) + " tokens needs " +
+                  Mebibytes(need.total()) + " (rows " + Mebibytes(need.rows_bytes) + ", index " +
+                  Mebibytes(need.index_bytes) + ", weights " + Mebibytes(need.weights_bytes) +
+                  ", workspace " + Mebibytes(need.workspace_bytes) + ") and this machine has " +
+                  Mebibytes(need.available_bytes) +
+                  " available; choose a shorter context (-c) or a smaller model");
+}
+
+}  // namespace
+
+struct Session::Impl {
+  Impl(std::shared_ptr<const Model> session_model, const SessionOptions& session_options)
+      : model(std::move(session_model)),
+        options(session_options),
+        backend(MakeBackend(options.backend, options.n_threads)),
+        runner(model, backend->n_threads()),
+        rows(model->info().n_layers, model->info().heads, options.ctx_size) {
+    queries.assign(static_cast<std::size_t>(model->info().n_layers) *
+                       static_cast<std::size_t>(model->info().heads.n_kv_heads),
+                   SecondMoment(model->info().heads.head_dim));
+    method = NewMethod(options.method);
+  }
+
+  std::unique_ptr<Method> NewMethod(const std::string& spec) const {
+    return MakeMethod(MethodSpec::Parse(spec),
+                      {&rows, backend.get(), &queries, model->info().has_qk_norm});
+  }
+
+  void CheckRoom(std::int64_t n) const;
+  void PrefillChunk(std::span<const Token> chunk, bool want_logits);
+  void PrefillAttention(std::int32_t layer, std::int64_t n, bool want_logits, const float* q,
+                        const float* k, const float* v, float* out);
+  void SampleQueries(std::int32_t layer, std::int64_t first, std::int64_t n, const float* q);
+
+  std::shared_ptr<const Model> model;
+  SessionOptions options;
+  std::unique_ptr<Backend> backend;
+  Runner runner;
+  RowStore rows;
+  // Sampled from prefills until an index has been made of them: what comes after must not move
+  // statistics that are in use.
+  std::vector<SecondMoment> queries;
+  bool queries_frozen = false;
+  std::unique_ptr<Method> method;
+  std::vector<Token> tokens;
+  std::span<const float> logits;
+  SessionTimes times;
+};
+
+void Session::Impl::CheckRoom(std::int64_t n) const {
+  const std::int64_t need = static_cast<std::int64_t>(tokens.size()) + n;
+  if (need <= options.ctx_size) return;
+  throw Error(ErrorCode::kUsage, std::to_string(need) + " tokens do not fit the context of " +
+                                     std::to_string(options.ctx_size) + " by " +
+                                     std::to_string(need - options.ctx_size) + "; use -c " +
+                                     std::to_string(need) + " or more, or shorten the input");
+}
+
+void Session::Impl::SampleQueries(std::int32_t layer, std::int64_t first, std::int64_t n,
+                                  const float* q) {
+  const HeadGeometry& heads = model->info().heads;
+  const std::int64_t token_floats = std::int64_t{heads.n_heads} * heads.head_dim;
+  const std::int64_t skip = (kQuerySampling - first % kQuerySampling) % kQuerySampling;
+  for (std::int64_t t = skip; t < n; t += kQuerySampling) {
+    if (first + t < kStatsSkip) continue;
+    for (std::int32_t h = 0; h < heads.n_kv_heads; ++h) {
+      queries[static_cast<std::size_t>(layer * heads.n_kv_heads + h)].Add(
+          q + t * token_floats + std::int64_t{h} * heads.group() * heads.head_dim, heads.group(),
+          heads.head_dim);
+    }
+  }
+}
+
+void Session::Impl::PrefillAttention(std::int32_t layer, std::int64_t n, bool want_logits,
+                                     const float* q, const float* k, const float* v, float* out) {
+  const double start = NowSeconds();
+  const HeadGeometry& heads = model->info().heads;
+  const auto first = static_cast<std::int64_t>(tokens.size());
+  rows.Write(layer, first, n, k, v);
+  if (!queries_frozen) SampleQueries(layer, first, n, q);
+  // The last layer's output matters for the last token alone, and for that only when its logits are
+  // wanted.
+  std::int64_t skip = 0;
+  if (layer == model->info().n_layers - 1) skip = want_logits ? n - 1 : n;
+  if (skip < n) {
+    std::vector<const Half*> head_rows(static_cast<std::size_t>(heads.n_kv_heads));
+    for (std::int32_t h = 0; h < heads.n_kv_heads; ++h)
+      head_rows[static_cast<std::size_t>(h)] = rows.rows(layer, h);
+    const std::int64_t offset = skip * heads.n_heads * heads.head_dim;
+    backend->Prefill({heads, 1.0F / std::sqrt(static_cast<float>(heads.head_dim)), first + skip,
+                      n - skip, q + offset, out + offset, head_rows});
+  }
+  times.prefill_attention_s += NowSeconds() - start;
+}
+
+void Session::Impl::PrefillChunk(std::span<const Token> chunk, bool want_logits) {
+  const auto attention = [&](std::int32_t layer, std::int64_t n, const float* q, const float* k,
+                             const float* v,
+                             float* out) { PrefillAttention(layer, n, want_logits, q, k, v, out); };
+  logits = {};
+  logits = runner.Forward(chunk, static_cast<std::int64_t>(tokens.size()), attention, want_logits);
+  tokens.insert(tokens.end(), chunk.begin(), chunk.end());
+  rows.Commit(static_cast<std::int64_t>(tokens.size()));
+  times.prefill_tokens += static_cast<std::int64_t>(chunk.size());
+}
+
+Session::Session(std::shared_ptr<const Model> model, const SessionOptions& options) {
+  SessionOptions checked = options;
+  if (checked.ctx_size == 0) checked.ctx_size = model->info().n_ctx_train;
+  if (checked.ctx_size < 1) {
+    throw Error(ErrorCode::kUsage, "context of " + std::to_string(checked.ctx_size) +
+                                       " tokens; it must be at least 1");
+  }
+  if (checked.chunk < 1 || checked.chunk > kMaxChunk) {
+    throw Error(ErrorCode::kUsage, "prefill chunk of " + std::to_string(checked.chunk) +
+                                       " tokens; it must be 1.." + std::to_string(kMaxChunk));
+  }
+  const MethodSpec method = MethodSpec::Parse(checked.method);
+  ValidateMethodSpec(method);
+  if (checked.check_memory) CheckMemory(model->info(), method, checked);
+  impl_ = std::make_unique<Impl>(std::move(model), checked);
+}
+
+Session::~Session() = default;
+
+const Model& Session::model() const { return *impl_->model; }
+const SessionOptions& Session::options() const { return impl_->options; }
+std::span<const Token> Session::tokens() const { return impl_->tokens; }
+std::int64_t Session::n_tokens() const { return static_cast<std::int64_t>(impl_->tokens.size()); }
+Method& Session::method() { return *impl_->method; }
+const Backend& Session::backend() const { return *impl_->backend; }
+const RowStore& Session::rows() const { return impl_->rows; }
+std::span<const float> Session::logits() const { return impl_->logits; }
+const SessionTimes& Session::times() const { return impl_->times; }
+void Session::ResetTimes() { impl_->times = {}; }
+
+void Session::Prefill(std::span<const Token> tokens, const ProgressFn& progress) {
+  impl_->CheckRoom(static_cast<std::int64_t>(tokens.size()));
+  impl_->tokens.reserve(impl_->tokens.size() + tokens.size());
+  const auto chunk = static_cast<std::size_t>(impl_->options.chunk);
+  for (std::size_t done = 0; done < tokens.size();) {
+    const double start = NowSeconds();
+    const std::size_t n = std::min(chunk, tokens.size() - done);
+    impl_->PrefillChunk(tokens.subspan(done, n), done + n == tokens.size());
+    done += n;
+    impl_->times.prefill_s += NowSeconds() - start;
+    if (progress &&
+        !progress(static_cast<std::int64_t>(done), static_cast<std::int64_t>(tokens.size())) &&
+        done < tokens.size()) {
+      throw Error(ErrorCode::kCancelled, "prefill stopped after " + std::to_string(done) + " of " +
+                                             std::to_string(tokens.size()) + " tokens");
+    }
+  }
+}
+
+void Session::BuildIndex() {
+  const double start = NowSeconds();
+  impl_->method->BuildIndex(n_tokens());
+  impl_->queries_frozen = true;
+  impl_->times.index_s += NowSeconds() - start;
+}
+
+void Session::Decode(Token token) {
+  impl_->CheckRoom(1);
+  const double start = NowSeconds();
+  double attention_s = 0;
+  const std::int64_t position = n_tokens();
+  impl_->tokens.reserve(impl_->tokens.size() + 1);
+  const auto attention = [&](std::int32_t layer, std::int64_t /*n*/, const float* q, const float* k,
+                             const float* v, float* out) {
+    const double layer_start = NowSeconds();
+    impl_->rows.Write(layer, position, 1, k, v);
+    impl_->method->Attend(layer, position + 1, q, out);
+    attention_s += NowSeconds() - layer_start;
+  };
+  try {
+    impl_->logits = impl_->runner.Forward({&token, 1}, position, attention, true);
+  } catch (...) {
+    impl_->method->Truncate(
+        position);  // a block that this step finished may have joined the index of some layers
+    throw;
+  }
+  impl_->tokens.push_back(token);
+  impl_->rows.Commit(position + 1);
+  impl_->times.decode_s += NowSeconds() - start;
+  impl_->times.decode_attention_s += attention_s;
+  ++impl_->times.decode_tokens;
+}
+
+void Session::Truncate(std::int64_t n_tokens) {
+  if (n_tokens < 0 || n_tokens > this->n_tokens()) {
+    throw Error(ErrorCode::kUsage, "cannot truncate a session of " +
+                                       std::to_string(this->n_tokens()) + " tokens to " +
+                                       std::to_string(n_tokens));
+  }
+  impl_->method->Truncate(n_tokens);
+  impl_->rows.Truncate(n_tokens);
+  impl_->tokens.resize(static_cast<std::size_t>(n_tokens));
+  impl_->logits = {};
+  if (n_tokens == 0) {
+    std::fill(impl_->queries.begin(), impl_->queries.end(),
+              SecondMoment(impl_->model->info().heads.head_dim));
+    impl_->queries_frozen = false;
+  }
+}
+
+void Session::SetMethod(const std::string& spec) {
+  auto method = impl_->NewMethod(spec);
+  impl_->method = std::move(method);
+  impl_->options.method = spec;
+}
+
+}  // namespace fathom

@@ -1,0 +1,50 @@
+// SPDX-License-Identifier: MIT
+// dense: attends every row. The upper bracket of accuracy and the baseline of speed.
+#include "method/sparse_method.h"
+
+namespace fathom {
+namespace {
+
+class DenseMethod final : public Method {
+ public:
+  DenseMethod(const MethodContext& context, std::string spec)
+      : context_(context), spec_(std::move(spec)) {}
+
+  std::string spec() const override { return spec_; }
+
+  void Attend(std::int32_t layer, std::int64_t n_tokens, const float* q, float* out) override {
+    const HeadGeometry& heads = context_.rows->geometry();
+    if (layer == 0) ++counters_.steps;
+    counters_.calls += heads.n_kv_heads;
+    counters_.rows += n_tokens * heads.n_kv_heads;
+    counters_.row_bytes += n_tokens * heads.n_kv_heads * 4 * heads.head_dim;
+    AttendDense(context_, layer, n_tokens, q, out);
+  }
+
+  void BuildIndex(std::int64_t /*n_tokens*/) override {}
+  void Truncate(std::int64_t /*n_tokens*/) override {}
+  std::int64_t MemoryBytes() const override { return 0; }
+
+ private:
+  const MethodContext context_;
+  const std::string spec_;
+};
+
+void Check(OptionReader& options) { options.Finish(); }
+
+std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context) {
+  Check(options);
+  return std::make_unique<DenseMethod>(context, options.Canonical());
+}
+
+std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry /*geometry*/,
+                          std::int64_t /*n_tokens*/) {
+  Check(options);
+  return 0;
+}
+
+}  // namespace
+
+const MethodEntry kDenseEntry = {"dense", "attend every token", Check, Make, IndexBytesOf};
+
+}  // namespace fathom

@@ -1,0 +1,56 @@
+// SPDX-License-Identifier: MIT
+// exact: the true top-k by q.k over the keys at full precision. What every scan tries to match.
+#include "method/sparse_method.h"
+
+namespace fathom {
+namespace {
+
+class ExactMethod final : public SparseMethod {
+ public:
+  using SparseMethod::SparseMethod;
+
+  void BuildIndex(std::int64_t /*n_tokens*/) override {}
+  void Truncate(std::int64_t /*n_tokens*/) override {}
+  std::int64_t MemoryBytes() const override { return 0; }
+
+ protected:
+  double ScoreLayer(std::int32_t layer, std::int64_t /*n_tokens*/, std::int64_t n_index,
+                    const float* q, float* scores, std::int64_t stride) override {
+    const HeadGeometry& heads = geometry();
+    heads_.resize(static_cast<std::size_t>(heads.n_kv_heads));
+    for (std::int32_t h = 0; h < heads.n_kv_heads; ++h) {
+      heads_[static_cast<std::size_t>(h)] = {context_.rows->rows(layer, h),
+                                             q + h * heads.group() * heads.head_dim,
+                                             scores + h * heads.group() * stride, stride};
+    }
+    context_.backend->Score({heads.head_dim, heads.group(), n_index, heads_});
+    return 16.0 * heads.head_dim * heads.n_kv_heads;  // the whole fp16 key
+  }
+
+ private:
+  std::vector<ScoreHead> heads_;
+};
+
+void Check(OptionReader& options) {
+  ReadSparseConfig(options);
+  options.Finish();
+}
+
+std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context) {
+  const SparseConfig config = ReadSparseConfig(options);
+  options.Finish();
+  return std::make_unique<ExactMethod>(context, config, options.Canonical());
+}
+
+std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry /*geometry*/,
+                          std::int64_t /*n_tokens*/) {
+  Check(options);
+  return 0;
+}
+
+}  // namespace
+
+const MethodEntry kExactEntry = {"exact", "top-k by the exact scores of all keys", Check, Make,
+                                 IndexBytesOf};
+
+}  // namespace fathom

@@ -1,0 +1,72 @@
+// SPDX-License-Identifier: MIT
+// Indexes of all layers and KV heads of a session: made once from the rows, extended as blocks
+// finish, cut on truncation.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "fathom/method.h"
+#include "fathom/store.h"
+
+namespace fathom {
+
+// The index of one KV head with what its plans need.
+struct IndexedHead {
+  HeadIndex index;
+  std::vector<double>
+      variance;  // [D] of the indexed coordinates, at build time, first 16 tokens left out
+};
+
+class LayerIndex {
+ public:
+  enum class BasisRule {
+    kRaw,      // keys as they are
+    kCentred,  // keys minus their mean
+    kKlt,      // centred and rotated
+  };
+
+  LayerIndex(const MethodContext& context, IndexShape shape, BasisRule rule);
+
+  // Called for every head whose index grew or was cut, from several threads for different heads.
+  using ChangedFn = std::function<void(std::int32_t layer, std::int32_t kv_head)>;
+  void set_on_changed(ChangedFn on_changed) { on_changed_ = std::move(on_changed); }
+
+  bool built(std::int32_t layer) const {
+    return built_tokens_[static_cast<std::size_t>(layer)] > 0;
+  }
+  // Makes the index of the finished blocks of n_tokens tokens, in all layers that have none.
+  // Requires a finished block.
+  void BuildAll(std::int64_t n_tokens);
+  // Brings one layer up to the finished blocks of n_tokens tokens, building it first where there is
+  // none.
+  void Extend(std::int32_t layer, std::int64_t n_tokens);
+  // Cuts to n_tokens. Where that is less than an index was built from, the index goes: its
+  // statistics saw what is gone.
+  void Truncate(std::int64_t n_tokens);
+
+  IndexedHead& head(std::int32_t layer, std::int32_t kv_head) {
+    return *heads_[Slot(layer, kv_head)];
+  }
+  std::int64_t MemoryBytes() const;
+
+ private:
+  std::size_t Slot(std::int32_t layer, std::int32_t kv_head) const;
+  void BuildHead(std::int32_t layer, std::int32_t kv_head, std::int64_t n_tokens);
+  void Changed(std::int32_t layer, std::int32_t kv_head) const {
+    if (on_changed_) on_changed_(layer, kv_head);
+  }
+
+  const MethodContext context_;
+  const IndexShape shape_;
+  const BasisRule rule_;
+  ChangedFn on_changed_;
+  std::vector<std::unique_ptr<IndexedHead>>
+      heads_;  // [n_layers][n_kv_heads], null before the build
+  std::vector<std::int64_t>
+      built_tokens_;  // [n_layers] tokens the statistics saw, 0 before the build
+};
+
+}  // namespace fathom

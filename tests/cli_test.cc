@@ -1,0 +1,229 @@
+// SPDX-License-Identifier: MIT
+// The command line as a user meets it: every kind of bad input gives one clear line and the right
+// exit code, and a short document is answered. Runs the built program.
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+namespace {
+
+namespace fs = std::filesystem;
+
+const std::string kModel = std::string(FATHOM_SOURCE_DIR) + "/models/fathom-recall-15m-q8_0.gguf";
+const std::string kQuestions = std::string(FATHOM_SOURCE_DIR) + "/models/questions/";
+
+struct Result {
+  int code = -1;
+  std::string out;
+  std::string err;
+};
+
+std::string ReadAll(const fs::path& path) {
+  std::ifstream file(path, std::ios::binary);
+  return {std::istreambuf_iterator<char>(file), {}};
+}
+
+class Cli : public testing::Test {
+ protected:
+  void SetUp() override {
+    std::string pattern = (fs::temp_directory_path() / "fathom-cli-XXXXXX").string();
+    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
+    folder_ = pattern;
+  }
+  void TearDown() override { fs::remove_all(folder_); }
+
+  std::string Write(const std::string& name, const std::string& content) const {
+    std::ofstream(folder_ / name, std::ios::binary) << content;
+    return (folder_ / name).string();
+  }
+
+  Result Run(const std::string& arguments) const {
+    const std::string command = std::string(FATHOM_PROGRAM) + " " + arguments + " >" +
+                                (folder_ / "out").string() + " 2>" + (folder_ / "err").string() +
+                                " </dev/null";
+    const int status = std::system(command.c_str());
+    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadAll(folder_ / "out"),
+            ReadAll(folder_ / "err")};
+  }
+
+  // One clear line that holds all parts, nothing on standard output, the exit code.
+  void ExpectError(const std::string& arguments, int code,
+                   const std::vector<std::string>& parts) const {
+    const Result result = Run(arguments);
+    EXPECT_EQ(result.code, code) << arguments << "\n" << result.err;
+    EXPECT_EQ(result.out, "") << arguments;
+    for (const auto& part : parts)
+      EXPECT_NE(result.err.find(part), std::string::npos) << arguments << "\n" << result.err;
+    const auto lines = std::count(result.err.begin(), result.err.end(), '\n');
+    EXPECT_EQ(lines, 1) << arguments << "\n" << result.err;
+  }
+
+  fs::path folder_;
+};
+
+TEST_F(Cli, UsageErrorsExitWithTwo) {
+  ExpectError("", 2, {"subcommand"});
+  ExpectError("walk", 2, {"walk", "valid: run"});
+  ExpectError("run -p hello", 2, {"--model"});
+  ExpectError("run -m " + kModel, 2, {"-f FILE", "-p TEXT"});
+  ExpectError("run -m " + kModel + " -p hi --colour", 2, {"--colour"});
+  ExpectError("run -m " + kModel + " -p hi -n 0", 2, {"--predict"});
+  ExpectError("run -m " + kModel + " -p hi -c 12z", 2, {"12z", "32k"});
+  ExpectError("run -m " + kModel + " -p hi --method fathm", 2, {"fathm", "fathom"});
+  ExpectError("run -m " + kModel + " -p hi --method fathom:k=36", 2, {"k=36", "37"});
+  ExpectError("run -m " + kModel + " -p hi --method fathom:bits=9999", 2, {"bits=9999", "1.."});
+  ExpectError("run -m " + kModel + " -p hi --method fathom:preset=paper,budget=0", 2, {"budget=0"});
+  ExpectError("run -m " + kModel + " -p hi --method fathom:depth=3", 2, {"depth", "valid here"});
+  ExpectError("run -m " + kModel + " -p hi --compare dense:k=3", 2, {"dense", "no option 'k'"});
+  ExpectError("run -m " + kModel + " -p hi --backend gpu", 2, {"gpu", "cpu/avx2"});
+  ExpectError("run -m " + kModel + " -f " + Write("empty.txt", "") + " -p hi", 2, {"empty"});
+  ExpectError("run -m " + kModel + " -f " + Write("blank.txt", " \n\n") + " -p hi", 2, {"empty"});
+}
+
+TEST_F(Cli, FilesThatCannotBeReadExitWithOne) {
+  ExpectError("run -m " + kModel + " -f nowhere.txt -p hi", 1, {"nowhere.txt", "No such file"});
+  ExpectError("run -m nowhere.gguf -p hi", 1, {"nowhere.gguf", "No such file"});
+  ExpectError("info -m nowhere.gguf", 1, {"nowhere.gguf"});
+  ExpectError("run -m " + Write("text.gguf", "this is not a model") + " -p hi", 1, {"text.gguf"});
+  ExpectError("run -m " + Write("none.gguf", "") + " -p hi", 1, {"none.gguf"});
+  const std::string model = ReadAll(kModel);
+  ASSERT_GT(model.size(), 1000000U);
+  ExpectError("run -m " + Write("half.gguf", model.substr(0, model.size() / 2)) + " -p hi", 1,
+              {"half.gguf", "truncated"});
+  ExpectError("run -m " + Write("head.gguf", model.substr(0, 2000)) + " -p hi", 1, {"head.gguf"});
+}
+
+TEST_F(Cli, DocumentLongerThanTheContextSaysByHowMuch) {
+  const Result result =
+      Run("run -m " + kModel + " -f " + kQuestions + "single-needle-4k.txt -p hi -c 2k");
+  EXPECT_EQ(result.code, 2);
+  EXPECT_NE(result.err.find("more than the context of 2,048"), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("use -c "), std::string::npos) << result.err;
+}
+
+TEST_F(Cli, SessionLargerThanMemorySaysHowMuchItNeeds) {
+  const Result result = Run("run -m " + kModel + " -p hi -c 512M");
+  EXPECT_EQ(result.code, 1);
+  EXPECT_NE(result.err.find("536870912 tokens needs"), std::string::npos) << result.err;
+  EXPECT_NE(result.err.find("available"), std::string::npos) << result.err;
+}
+
+TEST_F(Cli, InfoDescribesMachineModelAndMemory) {
+  const Result text = Run("info -m " + kModel + " -c 4k,32k");
+  EXPECT_EQ(text.code, 0) << text.err;
+  for (const char* part :
+       {"cpu/avx512", "cpu/portable", "ref", "qwen3", "32,768 tokens", "fathom", "dense"}) {
+    EXPECT_NE(text.out.find(part), std::string::npos) << part;
+  }
+  const Result json = Run("info -m " + kModel + " -c 32k --json");
+  ASSERT_EQ(json.code, 0);
+  const auto parsed = nlohmann::json::parse(json.out);
+  EXPECT_EQ(parsed["model"]["head_dim"], 128);
+  EXPECT_EQ(parsed["model"]["qk_norm"], true);
+  EXPECT_EQ(parsed["memory"][0]["rows_bytes"], 6 * 2 * 32768 * 2 * 128 * 2);
+  // 64 bytes of planes and 1 of 4-bit means per token and KV head.
+  EXPECT_EQ(parsed["memory"][0]["index_bytes"], 6 * 2 * 32768 * 65);
+}
+
+TEST_F(Cli, ForcedBackendsAnswerAlike) {
+  const std::string document =
+      Write("note.txt", "The locker number of the harbour library is 4820617.\n");
+  std::string first;
+  for (const char* backend : {"cpu/portable", "cpu/avx2", "cpu/avx512", "ref"}) {
+    const Result result =
+        Run("run -m " + kModel + " -f " + document +
+            " -p 'What is the locker number of the harbour library?' --backend " + backend);
+    if (result.code == 1 && result.err.find("cpu/") != std::string::npos) {
+      continue;  // refused with a reason: this processor lacks it
+    }
+    ASSERT_EQ(result.code, 0) << result.err;
+    EXPECT_NE(result.out.find("4820617"), std::string::npos) << backend << ": " << result.out;
+    if (first.empty()) first = result.out;
+    EXPECT_EQ(result.out, first) << backend;
+  }
+  EXPECT_FALSE(first.empty());
+}
+
+TEST_F(Cli, InvalidUtf8InADocumentPassesThrough) {
+  const std::string document =
+      Write("bytes.txt", std::string("caf\xe9 \xff\xfe\x80 \xe2\x82 the locker is 12.\0 end", 38));
+  const Result result = Run("run -m " + kModel + " -f " + document + " -p 'What?' -n 4");
+  EXPECT_EQ(result.code, 0) << result.err;
+  const Result json = Run("run -m " + kModel + " -f " + document + " -p 'What?' -n 4 --json");
+  EXPECT_EQ(json.code, 0) << json.err;
+  EXPECT_TRUE(nlohmann::json::accept(json.out)) << json.out;
+}
+
+TEST_F(Cli, DocumentFromStandardInput) {
+  const std::string document =
+      Write("note.txt", "The locker number of the harbour library is 4820617.\n");
+  const std::string command = std::string(FATHOM_PROGRAM) + " run -m " + kModel +
+                              " -f - -p 'What is the locker number of the harbour library?' <" +
+                              document + " 2>/dev/null";
+  std::FILE* pipe = popen(command.c_str(), "r");
+  ASSERT_NE(pipe, nullptr);
+  std::array<char, 256> buffer{};
+  std::string out;
+  while (std::fgets(buffer.data(), buffer.size(), pipe) != nullptr) out += buffer.data();
+  EXPECT_EQ(pclose(pipe), 0);
+  EXPECT_NE(out.find("4820617"), std::string::npos) << out;
+}
+
+TEST_F(Cli, PlainContinuationWithoutChat) {
+  const std::string document = Write(
+      "note.txt", "The access code of the north tower is 8306194.\n\nThe weather was fine.\n");
+  const Result result = Run("run -m " + kModel + " -f " + document +
+                            " -p 'The access code of the north tower is' --no-chat -n 8");
+  EXPECT_EQ(result.code, 0);
+  EXPECT_NE(result.out.find("8306194"), std::string::npos) << result.out;
+}
+
+TEST_F(Cli, SeededSamplingRepeats) {
+  const std::string arguments =
+      "run -m " + kModel + " -p 'Tell me something.' -n 24 --temp 1.5 --seed ";
+  const Result a = Run(arguments + "7");
+  const Result b = Run(arguments + "7");
+  const Result c = Run(arguments + "8");
+  EXPECT_EQ(a.out, b.out);
+  EXPECT_NE(a.out, c.out);
+}
+
+TEST_F(Cli, InterruptKeepsWhatWasProducedAndExitsWith130) {
+  const std::string out = (folder_ / "out").string();
+  const std::string err = (folder_ / "err").string();
+  const pid_t child = fork();
+  ASSERT_GE(child, 0);
+  if (child == 0) {
+    if (std::freopen(out.c_str(), "w", stdout) == nullptr ||
+        std::freopen(err.c_str(), "w", stderr) == nullptr)
+      _exit(99);
+    // Sampling hot keeps the model talking for as long as it may.
+    execl(FATHOM_PROGRAM, FATHOM_PROGRAM, "run", "-m", kModel.c_str(), "-p", "Once upon a time",
+          "--no-chat", "-n", "60000", "-c", "64k", "--temp", "3", "--top-k", "0", "--top-p", "1",
+          "--seed", "1", static_cast<char*>(nullptr));
+    _exit(99);
+  }
+  // Wait for output rather than for time.
+  for (int i = 0; i < 600 && ReadAll(out).size() < 20; ++i) usleep(100000);
+  ASSERT_GE(ReadAll(out).size(), 20U);
+  kill(child, SIGINT);
+  int status = 0;
+  waitpid(child, &status, 0);
+  ASSERT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 130) << ReadAll(err);
+  const std::string text = ReadAll(out);
+  EXPECT_EQ(text.back(), '\n');
+}
+
+}  // namespace

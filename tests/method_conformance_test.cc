@@ -1,0 +1,426 @@
+// SPDX-License-Identifier: MIT
+// The promises of method.h, for every method of the build. A spy between method and backend records
+// what is attended, so that the protocol (always-kept tokens, no repeats, ties, counts) is checked
+// on the real selection.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <set>
+
+#include "base/half.h"
+#include "fathom/fathom.h"
+#include "support/compare.h"
+#include "support/random_data.h"
+#include "support/spy_backend.h"
+
+namespace fathom {
+namespace {
+
+using test::SpyBackend;
+
+struct Shape {
+  std::int32_t group;
+  std::int32_t n_kv_heads;
+  std::int32_t head_dim;
+};
+
+// A session's rows and one query, without a model: keys smooth along tokens in some channels, as
+// real ones are.
+class Fixture {
+ public:
+  Fixture(Shape shape, std::int64_t n_tokens, std::uint64_t seed, std::int32_t n_layers = 1)
+      : heads{shape.group * shape.n_kv_heads, shape.n_kv_heads, shape.head_dim},
+        rows(n_layers, heads, n_tokens + 256),
+        spy(MakeBackend("cpu", 2)),
+        queries(static_cast<std::size_t>(n_layers * shape.n_kv_heads),
+                SecondMoment(shape.head_dim)),
+        rng(seed) {
+    Grow(n_tokens);
+    q = Normal(static_cast<std::size_t>(heads.n_heads) * static_cast<std::size_t>(heads.head_dim));
+    for (auto& moment : queries) {
+      const auto sample = Normal(static_cast<std::size_t>(32 * heads.head_dim));
+      moment.Add(sample.data(), 32, heads.head_dim);
+    }
+  }
+
+  std::vector<float> Normal(std::size_t n) {
+    std::normal_distribution<float> normal;
+    std::vector<float> x(n);
+    for (float& value : x) value = normal(rng);
+    return x;
+  }
+
+  // Appends random rows to all layers.
+  void Grow(std::int64_t n) {
+    const auto width = static_cast<std::size_t>(heads.n_kv_heads * heads.head_dim);
+    for (std::int32_t layer = 0; layer < rows.n_layers(); ++layer) {
+      auto k = Normal(static_cast<std::size_t>(n) * width);
+      for (std::size_t i = 0; i < k.size(); ++i) {
+        const auto channel = i % width;
+        if (channel % 3 == 0)
+          k[i] = k[i] * 0.2F + 3 * std::sin(0.01F * static_cast<float>(i / width));
+      }
+      const auto v = Normal(k.size());
+      rows.Write(layer, rows.n_tokens(), n, k.data(), v.data());
+    }
+    rows.Commit(rows.n_tokens() + n);
+  }
+
+  std::unique_ptr<Method> Make(const std::string& spec) {
+    return MakeMethod(MethodSpec::Parse(spec), {&rows, &spy, &queries, true});
+  }
+
+  std::vector<float> Attend(Method& method, std::int32_t layer = 0, std::int64_t n_tokens = -1) {
+    std::vector<float> out(q.size(), NAN);
+    method.Attend(layer, n_tokens < 0 ? rows.n_tokens() : n_tokens, q.data(), out.data());
+    return out;
+  }
+
+  HeadGeometry heads;
+  RowStore rows;
+  SpyBackend spy;
+  std::vector<SecondMoment> queries;
+  std::vector<float> q;
+  std::mt19937_64 rng;
+};
+
+// Every scanning method, in the forms that differ in code.
+const std::vector<std::string>& SparseSpecs() {
+  static const std::vector<std::string> specs = {"exact:",
+                                                 "random:seed=3,",
+                                                 "fathom:bits=28,",
+                                                 "fathom:bits=19,meanbits=8,",
+                                                 "fathom:bits=28,basis=klt,",
+                                                 "fathom:preset=paper,budget=48,basis=raw,",
+                                                 "fathom:preset=paper,budget=48,basis=klt,"};
+  return specs;
+}
+
+const std::vector<Shape>& Shapes() {
+  static const std::vector<Shape> shapes = {{1, 2, 64},  {3, 3, 64}, {4, 2, 128},
+                                            {6, 2, 128}, {7, 1, 80}, {8, 1, 256}};
+  return shapes;
+}
+
+TEST(MethodConformance, EveryRegisteredMethodIsCovered) {
+  std::set<std::string> covered = {"dense"};
+  for (const auto& spec : SparseSpecs())
+    covered.insert(MethodSpec::Parse(spec.substr(0, spec.find(':'))).name);
+  for (const MethodInfo& method : ListMethods())
+    EXPECT_TRUE(covered.count(method.name)) << method.name;
+}
+
+TEST(MethodConformance, DenseEqualsReference) {
+  for (const Shape& shape : Shapes()) {
+    for (const std::int64_t n : {1, 2, 63, 64, 65, 193}) {
+      Fixture fixture(shape, n, 1);
+      const auto dense = fixture.Make("dense");
+      const auto out = fixture.Attend(*dense);
+      const auto expected = test::DenseAttention(fixture.rows, 0, n, fixture.q);
+      EXPECT_TRUE(test::Near(out, expected, 2e-5))
+          << shape.group << " " << shape.head_dim << " n " << n;
+    }
+  }
+}
+
+TEST(MethodConformance, KAtLeastNEqualsDense) {
+  for (const Shape& shape : Shapes()) {
+    for (const std::int64_t n : {1, 36, 37, 63, 64, 65, 127, 128, 129, 191, 192, 193}) {
+      Fixture fixture(shape, n, 2);
+      const auto dense = fixture.Make("dense");
+      const auto expected = fixture.Attend(*dense);
+      for (const auto& spec : SparseSpecs()) {
+        const auto method =
+            fixture.Make(spec + "k=" + std::to_string(std::max<std::int64_t>(n, 37)) + ",min=0");
+        EXPECT_EQ(fixture.Attend(*method), expected) << spec << " n " << n;
+      }
+    }
+  }
+}
+
+TEST(MethodConformance, NearlyAllTokensIsDenseToo) {
+  // k < n, but the tail is attended beside k, so that every candidate is a winner.
+  Fixture fixture({4, 2, 128}, 64 * 3 + 40, 3);
+  const auto dense = fixture.Make("dense");
+  const auto expected = fixture.Attend(*dense);
+  for (const auto& spec : SparseSpecs()) {
+    const auto method = fixture.Make(spec + "k=228,min=0");
+    EXPECT_TRUE(test::Near(fixture.Attend(*method), expected, 1e-6)) << spec;
+  }
+}
+
+TEST(MethodConformance, ProtocolOfTheSelection) {
+  for (const Shape& shape : Shapes()) {
+    for (const std::int64_t n : {128, 129, 191, 192, 193, 1000}) {
+      for (const auto& spec : SparseSpecs()) {
+        Fixture fixture(shape, n, 4);
+        constexpr std::int64_t kKeep = 50;
+        const auto method =
+            fixture.Make(spec + "k=" + std::to_string(kAlwaysKept + kKeep) + ",min=0");
+        fixture.Attend(*method);
+        const std::int64_t last = std::min(n / kBlockTokens * kBlockTokens, n - kWindow);
+        if (last - kSinks <= kKeep) continue;
+        ASSERT_EQ(fixture.spy.attended.size(), static_cast<std::size_t>(shape.n_kv_heads));
+        for (const auto& head : fixture.spy.attended) {
+          ASSERT_TRUE(std::is_sorted(head.tokens.begin(), head.tokens.end()));
+          ASSERT_EQ(std::adjacent_find(head.tokens.begin(), head.tokens.end()), head.tokens.end())
+              << spec;
+          std::vector<std::int64_t> winners(static_cast<std::size_t>(shape.group), 0);
+          std::int64_t always = 0;
+          const auto all = static_cast<std::uint16_t>((1U << shape.group) - 1);
+          for (std::size_t i = 0; i < head.tokens.size(); ++i) {
+            const std::int64_t token = head.tokens[i];
+            if (token < kSinks || token >= last) {
+              ++always;
+              EXPECT_EQ(head.mask[i], all) << spec << " token " << token;
+              continue;
+            }
+            EXPECT_NE(head.mask[i], 0);
+            for (std::int32_t h = 0; h < shape.group; ++h)
+              winners[static_cast<std::size_t>(h)] += head.mask[i] >> h & 1;
+          }
+          EXPECT_EQ(always, kSinks + n - last) << spec << " n " << n;
+          for (const std::int64_t count : winners) EXPECT_EQ(count, kKeep) << spec << " n " << n;
+        }
+      }
+    }
+  }
+}
+
+TEST(MethodConformance, TiesGoToTheSmallerToken) {
+  Fixture fixture({4, 2, 64}, 640, 5);
+  // All keys alike: every score ties.
+  const std::vector<float> same(static_cast<std::size_t>(640 * 2 * 64), 0.5F);
+  fixture.rows.Write(0, 0, 640, same.data(), same.data());
+  for (const auto& spec : SparseSpecs()) {
+    if (spec.rfind("random", 0) == 0) continue;
+    const auto method = fixture.Make(spec + "k=46,min=0");
+    fixture.Attend(*method);
+    for (const auto& head : fixture.spy.attended) {
+      std::vector<std::int32_t> expected(kSinks + 10);
+      std::iota(expected.begin(), expected.end(), 0);
+      for (std::int32_t i = 640 - kWindow; i < 640; ++i) expected.push_back(i);
+      EXPECT_EQ(head.tokens, expected) << spec;
+    }
+  }
+}
+
+TEST(MethodConformance, ExactChoosesTheTrueTopK) {
+  Fixture fixture({3, 2, 80}, 500, 6);
+  const auto method = fixture.Make("exact:k=56,min=0");
+  fixture.Attend(*method);
+  const std::int32_t dim = 80;
+  for (std::int32_t h = 0; h < 6; ++h) {
+    std::vector<std::pair<double, std::int32_t>> order;
+    const Half* rows = fixture.rows.rows(0, h / 3);
+    for (std::int32_t i = kSinks; i < 448; ++i) {
+      double score = 0;
+      for (std::int32_t j = 0; j < dim; ++j)
+        score += fixture.q[static_cast<std::size_t>(h * dim + j)] *
+                 static_cast<double>(HalfToFloat(rows[i * 2 * dim + j]));
+      order.emplace_back(-score, i);
+    }
+    std::sort(order.begin(), order.end());
+    std::set<std::int32_t> expected;
+    for (std::size_t i = 0; i < 20; ++i) expected.insert(order[i].second);
+    std::set<std::int32_t> winners;
+    const auto& head = fixture.spy.attended[static_cast<std::size_t>(h / 3)];
+    for (std::size_t i = 0; i < head.tokens.size(); ++i) {
+      if (head.tokens[i] >= kSinks && head.tokens[i] < 448 && (head.mask[i] >> (h % 3) & 1))
+        winners.insert(head.tokens[i]);
+    }
+    EXPECT_EQ(winners, expected) << "head " << h;
+  }
+}
+
+TEST(MethodConformance, MoreBitsFindMoreOfTheTopK) {
+  Fixture fixture({4, 1, 128}, 4096, 7);
+  const auto recall = [&](const std::string& spec) {
+    const auto exact = fixture.Make("exact:k=136,min=0");
+    fixture.Attend(*exact);
+    const auto truth = fixture.spy.attended[0];
+    const auto method = fixture.Make(spec + "k=136,min=0");
+    fixture.Attend(*method);
+    const auto found = fixture.spy.attended[0];
+    double hits = 0;
+    for (std::size_t i = 0, j = 0; i < truth.tokens.size(); ++i) {
+      while (j < found.tokens.size() && found.tokens[j] < truth.tokens[i]) ++j;
+      if (j < found.tokens.size() && found.tokens[j] == truth.tokens[i]) {
+        hits += __builtin_popcount(truth.mask[i] & found.mask[j]);
+      }
+    }
+    return (hits / 4 - kAlwaysKept) / 100;
+  };
+  const double low = recall("fathom:bits=20,");
+  const double high = recall("fathom:bits=100,");
+  const double all = recall("fathom:bits=600,");
+  EXPECT_GT(low, 2 * recall("random:"));
+  EXPECT_GT(high, low);
+  EXPECT_GT(all, 0.9);
+  EXPECT_GT(recall("fathom:preset=paper,budget=512,basis=raw,"), 0.85);
+}
+
+// Least and most read bits of a spec at D = 128: a budget is never exceeded and nearly used up.
+std::pair<double, double> BitRange(const std::string& spec) {
+  if (spec.rfind("exact", 0) == 0) return {16 * 128, 16 * 128};
+  if (spec.rfind("random", 0) == 0) return {0, 0};
+  if (spec.rfind("fathom:bits=28", 0) == 0) return {26, 28};
+  if (spec.rfind("fathom:bits=19", 0) == 0) return {17, 19};
+  return {40, 48 + 128 / 4.0};  // the published budget counts code bits; scales come on top
+}
+
+TEST(MethodConformance, CountersEqualTheClosedForm) {
+  const Shape shape{4, 2, 128};
+  const std::int64_t n = 1000;
+  const std::int64_t n_index = 960;
+  for (const auto& spec : SparseSpecs()) {
+    Fixture fixture(shape, n, 8);
+    const auto method = fixture.Make(spec + "k=100,min=0");
+    fixture.Attend(*method);
+    fixture.Attend(*method);
+    const MethodCounters& counters = method->counters();
+    EXPECT_EQ(counters.steps, 2);
+    EXPECT_EQ(counters.calls, 4);
+    EXPECT_EQ(counters.sparse_calls, 4);
+    std::int64_t rows = 0;
+    for (const auto& head : fixture.spy.attended)
+      rows += static_cast<std::int64_t>(head.tokens.size());
+    EXPECT_EQ(counters.rows, 2 * rows);
+    EXPECT_EQ(counters.row_bytes, counters.rows * 4 * shape.head_dim);
+    EXPECT_NEAR(static_cast<double>(counters.index_bytes),
+                counters.read_bits * static_cast<double>(n_index) / 8, 2);
+    const double bits = counters.mean_read_bits();
+    const auto [low, high] = BitRange(spec);
+    EXPECT_GE(bits, low) << spec;
+    EXPECT_LE(bits, high) << spec;
+    if (spec.rfind("fathom", 0) == 0) {
+      // The spy counts what the backend was told to read.
+      EXPECT_NEAR(2 * fixture.spy.scanned_bits, counters.read_bits, 1e-9) << spec;
+    }
+    EXPECT_EQ(method->MemoryBytes(),
+              IndexBytes(MethodSpec::Parse(spec + "k=100,min=0"), 1, fixture.heads, n))
+        << spec;
+    method->ResetCounters();
+    EXPECT_EQ(method->counters().rows, 0);
+  }
+}
+
+TEST(MethodConformance, ShortSessionsDecodeDensely) {
+  Fixture fixture({4, 2, 128}, 1023, 9);
+  for (const auto& spec : SparseSpecs()) {
+    const auto method = fixture.Make(spec + "k=64");
+    fixture.Attend(*method);
+    EXPECT_EQ(method->counters().sparse_calls, 0) << spec;
+    method->BuildIndex(1023);
+    EXPECT_EQ(method->MemoryBytes(), 0) << spec;
+  }
+  fixture.Grow(1);
+  for (const auto& spec : SparseSpecs()) {
+    const auto method = fixture.Make(spec + "k=64");
+    fixture.Attend(*method);
+    EXPECT_EQ(method->counters().sparse_calls, 2) << spec;
+  }
+}
+
+TEST(MethodConformance, TruncatedIsAsIfNeverSeen) {
+  for (const auto& spec : SparseSpecs()) {
+    Fixture fixture({4, 2, 64}, 64 * 130 + 5, 10, 2);
+    const auto plain = fixture.Make(spec + "k=100,min=0");
+    const auto cut = fixture.Make(spec + "k=100,min=0");
+    const std::int64_t start = 64 * 100 + 30;
+    plain->BuildIndex(start);
+    cut->BuildIndex(start);
+    for (std::int32_t layer = 0; layer < 2; ++layer) fixture.Attend(*cut, layer);
+    for (const std::int64_t n : {start + 70, start, start + 64 * 20 + 1}) {
+      cut->Truncate(std::min<std::int64_t>(n, start));
+      for (std::int32_t layer = 0; layer < 2; ++layer) {
+        EXPECT_EQ(fixture.Attend(*cut, layer, n), fixture.Attend(*plain, layer, n))
+            << spec << " n " << n;
+      }
+      plain->Truncate(start);
+    }
+  }
+}
+
+TEST(MethodConformance, TruncationBelowTheBuildRebuilds) {
+  for (const auto& spec : SparseSpecs()) {
+    Fixture fixture({4, 2, 64}, 2000, 11);
+    const auto rebuilt = fixture.Make(spec + "k=100,min=0");
+    rebuilt->BuildIndex(2000);
+    rebuilt->Truncate(1000);
+    EXPECT_EQ(rebuilt->MemoryBytes(), 0) << spec;
+    const auto fresh = fixture.Make(spec + "k=100,min=0");
+    EXPECT_EQ(fixture.Attend(*rebuilt, 0, 1000), fixture.Attend(*fresh, 0, 1000)) << spec;
+  }
+}
+
+TEST(MethodConformance, GrowingSessionNeverStumbles) {
+  for (const auto& spec : SparseSpecs()) {
+    Fixture fixture({2, 1, 64}, 30, 12, 2);
+    const auto method = fixture.Make(spec + "k=40,min=0");
+    for (int step = 0; step < 200; ++step) {
+      fixture.Grow(1);
+      for (std::int32_t layer = 0; layer < 2; ++layer) {
+        const auto out = fixture.Attend(*method, layer);
+        for (const float x : out) ASSERT_TRUE(std::isfinite(x)) << spec << " step " << step;
+      }
+    }
+  }
+}
+
+TEST(MethodSpec, CanonicalSpecBuildsTheSameMethod) {
+  Fixture fixture({4, 2, 128}, 300, 13);
+  for (const auto& spec : SparseSpecs()) {
+    const auto method = fixture.Make(spec + "k=64,min=0");
+    const auto again = fixture.Make(method->spec());
+    EXPECT_EQ(again->spec(), method->spec());
+    EXPECT_EQ(fixture.Attend(*again), fixture.Attend(*method)) << spec;
+  }
+}
+
+std::string UsageError(const std::string& spec) {
+  try {
+    ValidateMethodSpec(MethodSpec::Parse(spec));
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kUsage) << spec;
+    return error.what();
+  }
+  return "";
+}
+
+TEST(MethodSpec, BadSpecsNameValueLimitAndRemedy) {
+  const std::vector<std::pair<std::string, std::vector<std::string>>> cases = {
+      {"", {"name is missing"}},
+      {"fathm:k=512", {"fathm", "valid: dense, exact, fathom, random"}},
+      {"fathom:k=36", {"k=36", "37.."}},
+      {"fathom:k=abc", {"k=abc", "whole number"}},
+      {"fathom:k=512x", {"k=512x"}},
+      {"fathom:bits=0", {"bits=0", "1.."}},
+      {"fathom:bits=nan", {"bits=nan"}},
+      {"fathom:bits=1e9", {"bits=1e9"}},
+      {"fathom:preset=paper,budget=0", {"budget=0", "1..1024"}},
+      {"fathom:preset=paper,bits=28", {"no option 'bits'", "budget"}},
+      {"fathom:budget=48", {"no option 'budget'", "bits"}},
+      {"fathom:preset=mine", {"preset=mine", "own|paper"}},
+      {"fathom:basis=balance", {"basis=balance", "raw|klt"}},
+      {"fathom:colour=red",
+       {"no option 'colour'", "valid here: preset, bits, meanbits, basis, k, min"}},
+      {"dense:k=512", {"no option 'k'", "it takes none"}},
+      {"fathom:k", {"'k' is not key=value"}},
+      {"fathom:k=1,k=2", {"given twice"}},
+      {"fathom:=3", {"not key=value"}},
+  };
+  for (const auto& [spec, parts] : cases) {
+    const std::string message = UsageError(spec);
+    for (const auto& part : parts)
+      EXPECT_NE(message.find(part), std::string::npos) << spec << " -> " << message;
+    EXPECT_EQ(message.find('\n'), std::string::npos);
+  }
+  EXPECT_EQ(UsageError("fathom:bits=28,k=512"), "");
+  EXPECT_EQ(UsageError("fathom:preset=paper,budget=48,k=512"), "");
+}
+
+}  // namespace
+}  // namespace fathom
