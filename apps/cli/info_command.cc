@@ -113,16 +113,17 @@ void PrintMachine() {
       FATHOM_VERSION, machine.processor.c_str(), machine.n_processors, machine.features.c_str(),
       ByteText(static_cast<double>(machine.total_bytes)).c_str(),
       ByteText(static_cast<double>(machine.available_bytes)).c_str());
-  Table backends({"backend", "available", "what"});
+  std::printf("backends\n");
   for (const BackendInfo& backend : ListBackends()) {
-    backends.Add(
-        {backend.name, backend.available ? "yes" : "no: " + backend.reason, backend.description});
+    const std::string refusal = backend.available ? "" : "; not here: " + backend.reason;
+    std::printf("  %-13s %s%s\n", backend.name.c_str(), backend.description.c_str(),
+                refusal.c_str());
   }
-  std::printf("%s\n", backends.ToString().c_str());
+  std::printf("\n");
   std::printf("methods (name:key=value,...)\n");
   for (const MethodInfo& method : ListMethods()) {
-    std::printf("  %-8s %s\n", method.name.c_str(), method.summary.c_str());
-    if (!method.options.empty()) std::printf("  %-8s %s\n", "", method.options.c_str());
+    std::printf("  %-13s %s\n", method.name.c_str(), method.summary.c_str());
+    if (!method.options.empty()) std::printf("  %-13s %s\n", "", method.options.c_str());
   }
 }
 
