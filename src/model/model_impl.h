@@ -1,0 +1,38 @@
+// SPDX-License-Identifier: MIT
+// The inside of a Model, for the other files of this module.
+#pragma once
+
+#include <mutex>
+#include <string>
+
+#include "fathom/model.h"
+#include "model/gguf_file.h"
+#include "model/hparams.h"
+#include "model/tokenizer.h"
+#include "model/weights.h"
+
+namespace fathom {
+
+struct Model::Impl {
+  explicit Impl(const std::string& path)
+      : file(path), hparams(ReadHParams(file)), weights(file, hparams), tokenizer(file) {}
+
+  // The weights as graphs use them: repacked on the first call, since a program that only looks at
+  // a model or tokenizes should not pay for it. Thread-safe.
+  const Weights& GraphWeights() const {
+    std::call_once(repack_once, [this] {
+      file.mapping().Prefetch();
+      weights.Repack();
+    });
+    return weights;
+  }
+
+  GgufFile file;
+  HParams hparams;
+  mutable Weights weights;  // changed by GraphWeights only
+  Tokenizer tokenizer;
+  ModelInfo info;
+  mutable std::once_flag repack_once;
+};
+
+}  // namespace fathom
