@@ -133,7 +133,7 @@ std::vector<Sample> MeasureOurs(const std::shared_ptr<const Model>& model,
     const auto at = static_cast<std::size_t>(session.n_tokens());
     session.ResetTimes();
     {
-      Progress progress("fathom, to " + Grouped(context), "tokens", false);
+      Progress progress("fathom, to " + Grouped(context), "tokens");
       session.Prefill(tokens.subspan(at, static_cast<std::size_t>(context) - at),
                       [&](std::int64_t done, std::int64_t total) {
                         progress.Update(done, total);
@@ -166,7 +166,7 @@ std::vector<Sample> MeasureRival(const BenchOptions& options, bool flash_attenti
     const auto from = static_cast<std::size_t>(rival.n_tokens());
     const double start = Now();
     {
-      Progress progress(rival.name() + ", to " + Grouped(context), "tokens", false);
+      Progress progress(rival.name() + ", to " + Grouped(context), "tokens");
       constexpr std::size_t kChunk = 512;
       for (std::size_t at = from; at < static_cast<std::size_t>(context); at += kChunk) {
         StopIfInterrupted();

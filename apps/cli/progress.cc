@@ -12,6 +12,7 @@ namespace fathom::cli {
 namespace {
 
 constexpr int kBarWidth = 30;
+constexpr double kQuietSeconds = 2;
 
 // "1:05", minutes and seconds.
 std::string ClockText(double seconds) {
@@ -23,10 +24,9 @@ std::string ClockText(double seconds) {
 
 }  // namespace
 
-Progress::Progress(std::string label, std::string unit, bool quiet)
+Progress::Progress(std::string label, std::string unit)
     : label_(std::move(label)),
       unit_(std::move(unit)),
-      quiet_(quiet),
       terminal_(isatty(STDERR_FILENO) != 0),
       start_(std::chrono::steady_clock::now()) {}
 
@@ -35,12 +35,12 @@ Progress::~Progress() {
 }
 
 void Progress::Update(std::int64_t done, std::int64_t total) {
-  if (quiet_ || total <= 0) return;
+  if (total <= 0) return;
   const std::int64_t tenth = done * 10 / total;
-  if (!terminal_ && tenth == last_tenth_) return;
-  last_tenth_ = tenth;
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  if (!terminal_ && (tenth == last_tenth_ || seconds < kQuietSeconds)) return;
+  last_tenth_ = tenth;
   const double rate = seconds > 0 ? static_cast<double>(done) / seconds : 0;
   const double left = rate > 0 ? static_cast<double>(total - done) / rate : 0;
   std::string bar;

@@ -11,8 +11,8 @@ namespace fathom::cli {
 
 class Progress {
  public:
-  // unit: what is counted, "tokens". Nothing is shown when quiet.
-  Progress(std::string label, std::string unit, bool quiet);
+  // unit: what is counted, "tokens".
+  Progress(std::string label, std::string unit);
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
@@ -22,7 +22,6 @@ class Progress {
  private:
   std::string label_;
   std::string unit_;
-  bool quiet_;
   bool terminal_;
   bool drawn_ = false;
   std::int64_t last_tenth_ = 0;

@@ -113,9 +113,8 @@ std::int64_t ContextSize(const Model& model, const RunOptions& options,
 }
 
 // Prefill with a bar; a message of what happened to an interrupted one.
-void PrefillWithProgress(Session& session, std::span<const Token> tokens, const std::string& label,
-                         bool quiet) {
-  Progress progress(label, "tokens", quiet);
+void PrefillWithProgress(Session& session, std::span<const Token> tokens, const std::string& label) {
+  Progress progress(label, "tokens");
   session.Prefill(tokens, [&](std::int64_t done, std::int64_t total) {
     progress.Update(done, total);
     return !Interrupted();
@@ -188,7 +187,7 @@ RunReport Execute(const RunOptions& options) {
   try {
     PrefillWithProgress(
         session, std::span(prompts.front()).first(static_cast<std::size_t>(report.shared_tokens)),
-        "prefill", options.json && !options.stats);
+        "prefill");
     report.prefill = session.times();
     report.runs.push_back(
         AskAll(session, options, prompts, report.shared_tokens, !options.compare.empty()));

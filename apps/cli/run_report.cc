@@ -22,13 +22,7 @@ Totals Sum(const MethodRun& run) {
     totals.times.decode_s += answer.times.decode_s;
     totals.times.decode_attention_s += answer.times.decode_attention_s;
     totals.times.decode_tokens += answer.times.decode_tokens;
-    totals.counters.steps += answer.counters.steps;
-    totals.counters.calls += answer.counters.calls;
-    totals.counters.sparse_calls += answer.counters.sparse_calls;
-    totals.counters.read_bits += answer.counters.read_bits;
-    totals.counters.index_bytes += answer.counters.index_bytes;
-    totals.counters.rows += answer.counters.rows;
-    totals.counters.row_bytes += answer.counters.row_bytes;
+    totals.counters += answer.counters;
   }
   return totals;
 }
@@ -62,6 +56,14 @@ std::int64_t PartsAt(const Generation& a, const Generation& b) {
       std::mismatch(a.tokens.begin(), a.tokens.end(), b.tokens.begin(), b.tokens.end());
   if (at == a.tokens.end() && other == b.tokens.end()) return -1;
   return at - a.tokens.begin();
+}
+
+// What two texts begin with, cut at a whole UTF-8 character.
+std::string CommonText(const std::string& a, const std::string& b) {
+  auto end = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first;
+  const auto continues = [](char c) { return (static_cast<unsigned char>(c) & 0xC0) == 0x80; };
+  while (end != a.begin() && end != a.end() && continues(*end)) --end;
+  return {a.begin(), end};
 }
 
 }  // namespace
@@ -126,9 +128,8 @@ std::string ComparisonText(const RunReport& report) {
       text += "same answer, " + std::to_string(a.tokens.size()) + " tokens\n";
       continue;
     }
-    const auto differs = std::mismatch(a.text.begin(), a.text.end(), b.text.begin(), b.text.end());
     text += "the answers part at token " + std::to_string(at + 1) + ", after \"" +
-            std::string(a.text.begin(), differs.first) + "\"\n";
+            CommonText(a.text, b.text) + "\"\n";
   }
   for (const MethodRun& run : report.runs) {
     const Totals totals = Sum(run);

@@ -38,6 +38,7 @@ struct MethodCounters {
   std::int64_t rows = 0;       // rows attended (union over the group)
   std::int64_t row_bytes = 0;  // rows * 4 * head_dim
 
+  MethodCounters& operator+=(const MethodCounters& other);
   double mean_read_bits() const {
     return sparse_calls ? read_bits / static_cast<double>(sparse_calls) : 0;
   }

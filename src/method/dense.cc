@@ -16,9 +16,7 @@ class DenseMethod final : public Method {
     const HeadGeometry& heads = context_.rows->geometry();
     if (layer == 0) ++counters_.steps;
     counters_.calls += heads.n_kv_heads;
-    counters_.rows += n_tokens * heads.n_kv_heads;
-    counters_.row_bytes += n_tokens * heads.n_kv_heads * 4 * heads.head_dim;
-    AttendDense(context_, layer, n_tokens, q, out);
+    AttendDense(context_, layer, n_tokens, q, out, &counters_);
   }
 
   void BuildIndex(std::int64_t /*n_tokens*/) override {}

@@ -22,6 +22,17 @@ const MethodEntry& FindEntry(const std::string& name) {
 
 }  // namespace
 
+MethodCounters& MethodCounters::operator+=(const MethodCounters& other) {
+  steps += other.steps;
+  calls += other.calls;
+  sparse_calls += other.sparse_calls;
+  read_bits += other.read_bits;
+  index_bytes += other.index_bytes;
+  rows += other.rows;
+  row_bytes += other.row_bytes;
+  return *this;
+}
+
 std::vector<MethodInfo> ListMethods() {
   std::vector<MethodInfo> list;
   for (const MethodEntry* entry : kEntries) {

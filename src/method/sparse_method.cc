@@ -29,7 +29,7 @@ SparseConfig ReadSparseConfig(OptionReader& options) {
 }
 
 void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t n_tokens,
-                 const float* q, float* out) {
+                 const float* q, float* out, MethodCounters* counters) {
   const HeadGeometry& geometry = context.rows->geometry();
   const auto head_floats =
       static_cast<std::size_t>(geometry.group()) * static_cast<std::size_t>(geometry.head_dim);
@@ -43,6 +43,8 @@ void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t 
     heads[h].out = out + h * head_floats;
     heads[h].lse = lse.data() + h * static_cast<std::size_t>(geometry.group());
   }
+  counters->rows += n_tokens * geometry.n_kv_heads;
+  counters->row_bytes += n_tokens * geometry.n_kv_heads * 4 * geometry.head_dim;
   context.backend->Attend({geometry.head_dim, geometry.group(),
                            1.0F / std::sqrt(static_cast<float>(geometry.head_dim)), heads});
 }
@@ -60,9 +62,7 @@ void SparseMethod::Attend(std::int32_t layer, std::int64_t n_tokens, const float
   const bool sparse =
       n_tokens > config_.k && n_tokens >= config_.min && last - kSinks > config_.k - kAlwaysKept;
   if (!sparse) {
-    AttendDense(context_, layer, n_tokens, q, out);
-    counters_.rows += n_tokens * heads.n_kv_heads;
-    counters_.row_bytes += n_tokens * heads.n_kv_heads * 4 * heads.head_dim;
+    AttendDense(context_, layer, n_tokens, q, out, &counters_);
     return;
   }
 

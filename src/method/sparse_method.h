@@ -20,9 +20,9 @@ struct SparseConfig {
 };
 SparseConfig ReadSparseConfig(OptionReader& options);
 
-// Dense attention over all rows of one layer.
+// Dense attention over all rows of one layer; counts the rows.
 void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t n_tokens,
-                 const float* q, float* out);
+                 const float* q, float* out, MethodCounters* counters);
 
 class SparseMethod : public Method {
  public:

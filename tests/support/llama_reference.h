@@ -14,7 +14,8 @@ namespace fathom::testing {
 class LlamaReference {
  public:
   // repack: libllama's default; without it weights are used as the file has them.
-  LlamaReference(const std::string& path, int n_ctx, ggml_type cache_type, bool repack = true) {
+  LlamaReference(const std::string& path, int n_ctx, ggml_type cache_type, bool repack = true,
+                 bool flash_attention = false) {
     llama_model_params model_params = llama_model_default_params();
     model_params.use_extra_bufts = repack;
     model_.reset(llama_model_load_from_file(path.c_str(), model_params));
@@ -24,7 +25,8 @@ class LlamaReference {
     params.n_batch = params.n_ubatch = 512;
     params.n_threads = params.n_threads_batch = 2;
     params.type_k = params.type_v = cache_type;
-    params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    params.flash_attn_type =
+        flash_attention ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
     context_.reset(llama_init_from_model(model_.get(), params));
     n_vocab_ = static_cast<std::size_t>(llama_vocab_n_tokens(llama_model_get_vocab(model_.get())));
   }

@@ -30,10 +30,10 @@ class CpuBackend : public Backend {
   void Prefill(const PrefillArgs& args) const override;
 
  private:
-  // Threads worth waking for that many tasks.
-  int Team(std::int64_t tasks) const {
-    return tasks < n_threads_ ? static_cast<int>(tasks > 1 ? tasks : 1) : n_threads_;
-  }
+  // Threads of a parallel region with that many tasks. The whole team or one: libgomp ends and
+  // starts threads when the size of a team changes, which costs more than idle members do, and ggml
+  // uses the same team between our calls.
+  int Team(std::int64_t tasks) const { return tasks > 1 ? n_threads_ : 1; }
 
   const cpu::KernelTable* kernels_;
   std::string name_;
