@@ -78,9 +78,7 @@ void CompareSession(const std::string& file, std::size_t n_prompt, bool strict =
 }
 
 TEST(SessionLlama, Bundled512) { CompareSession("fathom-recall-15m-q8_0.gguf", 512, true); }
-TEST(SessionLlamaSlow, Bundled4096) {
-  CompareSession("fathom-recall-15m-q8_0.gguf", 4096, true);
-}
+TEST(SessionLlamaSlow, Bundled4096) { CompareSession("fathom-recall-15m-q8_0.gguf", 4096, true); }
 TEST(SessionLlamaSlow, SmolLm2At512) { CompareSession("SmolLM2-135M-Instruct-Q4_1.gguf", 512); }
 TEST(SessionLlamaSlow, SmolLm2At4096) { CompareSession("SmolLM2-135M-Instruct-Q4_1.gguf", 4096); }
 TEST(SessionLlamaSlow, Qwen25CoderAt512) {

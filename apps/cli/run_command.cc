@@ -113,7 +113,8 @@ std::int64_t ContextSize(const Model& model, const RunOptions& options,
 }
 
 // Prefill with a bar; a message of what happened to an interrupted one.
-void PrefillWithProgress(Session& session, std::span<const Token> tokens, const std::string& label) {
+void PrefillWithProgress(Session& session, std::span<const Token> tokens,
+                         const std::string& label) {
   Progress progress(label, "tokens");
   session.Prefill(tokens, [&](std::int64_t done, std::int64_t total) {
     progress.Update(done, total);
