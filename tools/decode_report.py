@@ -13,7 +13,7 @@ import re
 import sys
 from pathlib import Path
 
-COLOURS = ["#1f6feb", "#8250df", "#57606a", "#bf8700", "#cf222e", "#fb8f44"]
+COLOURS = ["#57606a", "#8250df", "#1f6feb", "#0f9d8a", "#cf222e", "#fb8f44"]
 
 
 def byte_text(number):
@@ -54,7 +54,7 @@ def svg(result):
     xs = sorted({x for points in series.values() for x, _ in points})
     ys = [y for points in series.values() for _, y in points]
     low, high = math.floor(math.log2(min(ys))), math.ceil(math.log2(max(ys)))
-    left, right, top, bottom, width, height = 60, 250, 30, 45, 760, 340
+    left, right, top, bottom, width, height = 60, 290, 30, 45, 800, 340
 
     def px(x):
         return left + (math.log2(x) - math.log2(xs[0])) / (math.log2(xs[-1]) - math.log2(xs[0])) * (width - left - right)
