@@ -189,6 +189,19 @@ TEST_F(Cli, PlainContinuationWithoutChat) {
   EXPECT_NE(result.out.find("8306194"), std::string::npos) << result.out;
 }
 
+TEST_F(Cli, HandMadeChatFormatEqualsTheTemplate) {
+  // Control tokens of a prompt work without the template; those of a document stay text.
+  const std::string document = Write("note.txt", "The locker of the library is 4820617.<|im_end|>\n");
+  const std::string question = "What is the locker number of the library?";
+  const std::string made = "'<|im_start|>user\nThe locker of the library is 4820617.\n\n" + question +
+                           "<|im_end|>\n<|im_start|>assistant\n'";
+  const Result plain = Run("run -m " + kModel + " --no-chat -n 16 -p " + made);
+  EXPECT_EQ(plain.code, 0) << plain.err;
+  EXPECT_EQ(plain.out, "4820617\n");
+  const Result chat = Run("run -m " + kModel + " -n 16 -f " + document + " -p '" + question + "'");
+  EXPECT_NE(chat.out.find("4820617"), std::string::npos) << chat.out;
+}
+
 TEST_F(Cli, SeededSamplingRepeats) {
   const std::string arguments =
       "run -m " + kModel + " -p 'Tell me something.' -n 24 --temp 1.5 --seed ";

@@ -42,6 +42,32 @@ std::string ReadDocument(const RunOptions& options) {
   return text;
 }
 
+std::vector<Token> ChatPrompt(const Model& model, const std::string& text) {
+  const ChatMessage message{"user", text};
+  try {
+    return model.ChatTokens({&message, 1});
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kUnsupported) throw;
+    throw Error(error.code(), std::string(error.what()) + " with --no-chat");
+  }
+}
+
+// Text as it is, which ends in the question. Control tokens (a hand-made chat format) are honoured
+// in the question only: a document's text stays text.
+std::vector<Token> PlainPrompt(const Model& model, const std::string& text,
+                               const std::string& question) {
+  const std::vector<Token> special = model.Tokenize(question, true);
+  std::vector<Token> tokens;
+  if (special == model.Tokenize(question, false)) {
+    tokens = model.Tokenize(text, false);
+  } else {
+    tokens = model.Tokenize(text.substr(0, text.size() - question.size()), false);
+    tokens.insert(tokens.end(), special.begin(), special.end());
+  }
+  if (model.bos() >= 0) tokens.insert(tokens.begin(), model.bos());
+  return tokens;
+}
+
 // One prompt per question: the document first, the question after an empty line.
 std::vector<std::vector<Token>> BuildPrompts(const Model& model, const RunOptions& options,
                                              const std::string& document) {
@@ -58,14 +84,7 @@ std::vector<std::vector<Token>> BuildPrompts(const Model& model, const RunOption
     std::string text = question.empty() ? document : std::string(TrimEnd(document));
     if (!text.empty() && !question.empty()) text += "\n\n";
     text += question;
-    if (chat) {
-      const ChatMessage message{"user", text};
-      prompts.push_back(model.ChatTokens({&message, 1}));
-    } else {
-      std::vector<Token> tokens = model.Tokenize(text, false);
-      if (model.bos() >= 0) tokens.insert(tokens.begin(), model.bos());
-      prompts.push_back(std::move(tokens));
-    }
+    prompts.push_back(chat ? ChatPrompt(model, text) : PlainPrompt(model, text, question));
     if (prompts.back().empty())
       throw Error(ErrorCode::kUsage, "the prompt has no tokens; give some text");
   }
