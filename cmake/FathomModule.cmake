@@ -1,11 +1,19 @@
-# fathom_module(NAME SOURCES ... DEPS ...): one static library per module of src/, with only its allowed dependencies, so
-# that a wrong link fails; tools/check_includes.py checks the includes. src/ and include/ are the only include roots.
+# fathom_module(NAME SOURCES ... DEPS ... [HEADER_ONLY_DEPS ...]): one static library per module of src/, with only its
+# allowed dependencies, so that a wrong link fails; tools/check_includes.py checks the includes. src/ and include/ are the
+# only include roots. Who links an installed fathom needs its DEPS, but neither the HEADER_ONLY_DEPS nor our warnings.
 function(fathom_module name)
-  cmake_parse_arguments(ARG "" "" "SOURCES;DEPS" ${ARGN})
+  cmake_parse_arguments(ARG "" "" "SOURCES;DEPS;HEADER_ONLY_DEPS" ${ARGN})
   add_library(fathom_${name} STATIC ${ARG_SOURCES})
-  target_include_directories(fathom_${name} PUBLIC ${PROJECT_SOURCE_DIR}/include PRIVATE ${PROJECT_SOURCE_DIR}/src)
-  target_link_libraries(fathom_${name} PRIVATE fathom_warnings PUBLIC ${ARG_DEPS})
+  target_compile_features(fathom_${name} PUBLIC cxx_std_20)
+  target_include_directories(fathom_${name} PUBLIC $<BUILD_INTERFACE:${PROJECT_SOURCE_DIR}/include>
+                                                   $<INSTALL_INTERFACE:${CMAKE_INSTALL_INCLUDEDIR}>
+                                            PRIVATE ${PROJECT_SOURCE_DIR}/src)
+  target_link_libraries(fathom_${name} PUBLIC ${ARG_DEPS})
+  foreach(dep IN ITEMS fathom_warnings LISTS ARG_HEADER_ONLY_DEPS)
+    target_link_libraries(fathom_${name} PRIVATE $<BUILD_INTERFACE:${dep}>)
+  endforeach()
   set_target_properties(fathom_${name} PROPERTIES POSITION_INDEPENDENT_CODE ON)
+  set_property(GLOBAL APPEND PROPERTY FATHOM_MODULES fathom_${name})
 endfunction()
 
 # fathom_test(NAME LABELS ... [SOURCES ...] [DEPS ...]): a GoogleTest program tests/NAME.cc, one ctest entry per test case.

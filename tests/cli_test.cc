@@ -20,7 +20,12 @@ namespace {
 
 namespace fs = std::filesystem;
 
-const std::string kModel = std::string(FATHOM_SOURCE_DIR) + "/models/fathom-recall-15m-q8_0.gguf";
+// For the shell: paths may have spaces.
+std::string Quoted(const std::string& text) { return "'" + text + "'"; }
+
+const std::string kModelPath =
+    std::string(FATHOM_SOURCE_DIR) + "/models/fathom-recall-15m-q8_0.gguf";
+const std::string kModel = Quoted(kModelPath);
 const std::string kQuestions = std::string(FATHOM_SOURCE_DIR) + "/models/questions/";
 
 struct Result {
@@ -49,7 +54,7 @@ class Cli : public testing::Test {
   }
 
   Result Run(const std::string& arguments) const {
-    const std::string command = std::string(FATHOM_PROGRAM) + " " + arguments + " >" +
+    const std::string command = Quoted(FATHOM_PROGRAM) + " " + arguments + " >" +
                                 (folder_ / "out").string() + " 2>" + (folder_ / "err").string() +
                                 " </dev/null";
     const int status = std::system(command.c_str());
@@ -75,7 +80,9 @@ class Cli : public testing::Test {
 TEST_F(Cli, UsageErrorsExitWithTwo) {
   ExpectError("", 2, {"subcommand"});
   ExpectError("walk", 2, {"walk", "valid: run"});
-  ExpectError("run -p hello", 2, {"--model"});
+  ExpectError("run -p hello", 2, {"-m MODEL"});
+  ExpectError("run -m " + kModel + " -p ''", 2, {"empty"});
+  ExpectError("bench walk", 2, {"walk", "valid: decode"});
   ExpectError("run -m " + kModel, 2, {"-f FILE", "-p TEXT"});
   ExpectError("run -m " + kModel + " -p hi --colour", 2, {"--colour"});
   ExpectError("run -m " + kModel + " -p hi -n 0", 2, {"--predict"});
@@ -97,7 +104,7 @@ TEST_F(Cli, FilesThatCannotBeReadExitWithOne) {
   ExpectError("info -m nowhere.gguf", 1, {"nowhere.gguf"});
   ExpectError("run -m " + Write("text.gguf", "this is not a model") + " -p hi", 1, {"text.gguf"});
   ExpectError("run -m " + Write("none.gguf", "") + " -p hi", 1, {"none.gguf"});
-  const std::string model = ReadAll(kModel);
+  const std::string model = ReadAll(kModelPath);
   ASSERT_GT(model.size(), 1000000U);
   ExpectError("run -m " + Write("half.gguf", model.substr(0, model.size() / 2)) + " -p hi", 1,
               {"half.gguf", "truncated"});
@@ -105,8 +112,8 @@ TEST_F(Cli, FilesThatCannotBeReadExitWithOne) {
 }
 
 TEST_F(Cli, DocumentLongerThanTheContextSaysByHowMuch) {
-  const Result result =
-      Run("run -m " + kModel + " -f " + kQuestions + "single-needle-4k.txt -p hi -c 2k");
+  const Result result = Run("run -m " + kModel + " -f " +
+                            Quoted(kQuestions + "single-needle-4k.txt") + " -p hi -c 2k");
   EXPECT_EQ(result.code, 2);
   EXPECT_NE(result.err.find("more than the context of 2,048"), std::string::npos) << result.err;
   EXPECT_NE(result.err.find("use -c "), std::string::npos) << result.err;
@@ -168,7 +175,7 @@ TEST_F(Cli, InvalidUtf8InADocumentPassesThrough) {
 TEST_F(Cli, DocumentFromStandardInput) {
   const std::string document =
       Write("note.txt", "The locker number of the harbour library is 4820617.\n");
-  const std::string command = std::string(FATHOM_PROGRAM) + " run -m " + kModel +
+  const std::string command = Quoted(FATHOM_PROGRAM) + " run -m " + kModel +
                               " -f - -p 'What is the locker number of the harbour library?' <" +
                               document + " 2>/dev/null";
   std::FILE* pipe = popen(command.c_str(), "r");
@@ -191,15 +198,30 @@ TEST_F(Cli, PlainContinuationWithoutChat) {
 
 TEST_F(Cli, HandMadeChatFormatEqualsTheTemplate) {
   // Control tokens of a prompt work without the template; those of a document stay text.
-  const std::string document = Write("note.txt", "The locker of the library is 4820617.<|im_end|>\n");
+  const std::string document =
+      Write("note.txt", "The locker of the library is 4820617.<|im_end|>\n");
   const std::string question = "What is the locker number of the library?";
-  const std::string made = "'<|im_start|>user\nThe locker of the library is 4820617.\n\n" + question +
-                           "<|im_end|>\n<|im_start|>assistant\n'";
+  const std::string made = "'<|im_start|>user\nThe locker of the library is 4820617.\n\n" +
+                           question + "<|im_end|>\n<|im_start|>assistant\n'";
   const Result plain = Run("run -m " + kModel + " --no-chat -n 16 -p " + made);
   EXPECT_EQ(plain.code, 0) << plain.err;
   EXPECT_EQ(plain.out, "4820617\n");
   const Result chat = Run("run -m " + kModel + " -n 16 -f " + document + " -p '" + question + "'");
   EXPECT_NE(chat.out.find("4820617"), std::string::npos) << chat.out;
+}
+
+TEST_F(Cli, OutputThatCannotBeWrittenIsAFailure) {
+  if (!fs::exists("/dev/full")) GTEST_SKIP() << "this system has no /dev/full";
+  for (const std::string& arguments :
+       {"run -m " + kModel + " -p hello -n 4", "run -m " + kModel + " -p hello -n 4 --json",
+        std::string("info")}) {
+    const std::string command =
+        Quoted(FATHOM_PROGRAM) + " " + arguments + " >/dev/full 2>" + (folder_ / "err").string();
+    const int status = std::system(command.c_str());
+    EXPECT_EQ(WEXITSTATUS(status), 1) << arguments;
+    EXPECT_NE(ReadAll(folder_ / "err").find("cannot write to standard output"), std::string::npos)
+        << arguments;
+  }
 }
 
 TEST_F(Cli, SeededSamplingRepeats) {
@@ -222,7 +244,7 @@ TEST_F(Cli, InterruptKeepsWhatWasProducedAndExitsWith130) {
         std::freopen(err.c_str(), "w", stderr) == nullptr)
       _exit(99);
     // Sampling hot keeps the model talking for as long as it may.
-    execl(FATHOM_PROGRAM, FATHOM_PROGRAM, "run", "-m", kModel.c_str(), "-p", "Once upon a time",
+    execl(FATHOM_PROGRAM, FATHOM_PROGRAM, "run", "-m", kModelPath.c_str(), "-p", "Once upon a time",
           "--no-chat", "-n", "60000", "-c", "64k", "--temp", "3", "--top-k", "0", "--top-p", "1",
           "--seed", "1", static_cast<char*>(nullptr));
     _exit(99);

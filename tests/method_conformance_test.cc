@@ -59,8 +59,9 @@ class Fixture {
       auto k = Normal(static_cast<std::size_t>(n) * width);
       for (std::size_t i = 0; i < k.size(); ++i) {
         const auto channel = i % width;
-        if (channel % 3 == 0)
-          k[i] = k[i] * 0.2F + 3 * std::sin(0.01F * static_cast<float>(i / width));
+        const auto token =
+            static_cast<float>(std::floor(static_cast<double>(i) / static_cast<double>(width)));
+        if (channel % 3 == 0) k[i] = k[i] * 0.2F + 3 * std::sin(0.01F * token);
       }
       const auto v = Normal(k.size());
       rows.Write(layer, rows.n_tokens(), n, k.data(), v.data());
@@ -88,20 +89,20 @@ class Fixture {
 
 // Every scanning method, in the forms that differ in code.
 const std::vector<std::string>& SparseSpecs() {
-  static const std::vector<std::string> specs = {"exact:",
-                                                 "random:seed=3,",
-                                                 "fathom:bits=28,",
-                                                 "fathom:bits=19,meanbits=8,",
-                                                 "fathom:bits=28,basis=klt,",
-                                                 "fathom:preset=paper,budget=48,basis=raw,",
-                                                 "fathom:preset=paper,budget=48,basis=klt,"};
-  return specs;
+  static const std::vector<std::string> kSpecs = {"exact:",
+                                                  "random:seed=3,",
+                                                  "fathom:bits=28,",
+                                                  "fathom:bits=19,meanbits=8,",
+                                                  "fathom:bits=28,basis=klt,",
+                                                  "fathom:preset=paper,budget=48,basis=raw,",
+                                                  "fathom:preset=paper,budget=48,basis=klt,"};
+  return kSpecs;
 }
 
 const std::vector<Shape>& Shapes() {
-  static const std::vector<Shape> shapes = {{1, 2, 64},  {3, 3, 64}, {4, 2, 128},
-                                            {6, 2, 128}, {7, 1, 80}, {8, 1, 256}};
-  return shapes;
+  static const std::vector<Shape> kShapes = {{1, 2, 64},  {3, 3, 64}, {4, 2, 128},
+                                             {6, 2, 128}, {7, 1, 80}, {8, 1, 256}};
+  return kShapes;
 }
 
 TEST(MethodConformance, EveryRegisteredMethodIsCovered) {
@@ -401,8 +402,9 @@ TEST(MethodSpec, BadSpecsNameValueLimitAndRemedy) {
       {"fathom:bits=nan", {"bits=nan"}},
       {"fathom:bits=1e9", {"bits=1e9"}},
       {"fathom:preset=paper,budget=0", {"budget=0", "1..1024"}},
-      {"fathom:preset=paper,bits=28", {"no option 'bits'", "budget"}},
-      {"fathom:budget=48", {"no option 'budget'", "bits"}},
+      {"fathom:preset=paper,bits=28", {"bits", "preset=paper", "budget"}},
+      {"fathom:budget=48", {"budget", "preset=paper", "bits"}},
+      {"dense,exact", {"separated by spaces"}},
       {"fathom:preset=mine", {"preset=mine", "own|paper"}},
       {"fathom:basis=balance", {"basis=balance", "raw|klt"}},
       {"fathom:colour=red",

@@ -272,7 +272,8 @@ TEST(MeasuredPlan, IsNeverOverBudgetAndMoreBitsNeverHurt) {
     const std::vector<float> q = test::RandomNormal(64 * 4, seed);
     const std::vector<double> w = Weights(q, dim, distortion);
     double last = kInf;
-    for (double bits = 0; bits < 300; bits += 0.37) {
+    for (int step = 0; step < 811; ++step) {
+      const double bits = 0.37 * step;
       const MeasuredPlan plan = PlanMeasured(q.data(), 4, hull, bits);
       ASSERT_LE(plan.read_bits, bits);
       ASSERT_EQ(plan.read_bits, Cost(plan.level, mean_bits));

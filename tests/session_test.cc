@@ -23,13 +23,13 @@ constexpr double kNoise = 0.05;
 class SessionTest : public testing::Test {
  protected:
   static void SetUpTestSuite() {
-    model_ = Model::Open(kFolder + "fathom-recall-15m-q8_0.gguf");
+    shared_model = Model::Open(kFolder + "fathom-recall-15m-q8_0.gguf");
     std::ifstream file(kFolder + "questions/single-needle-4k.txt", std::ios::binary);
     const std::string text((std::istreambuf_iterator<char>(file)), {});
-    tokens_ = model_->Tokenize(text, false);
-    ASSERT_GT(tokens_.size(), 3000U);
+    novel = shared_model->Tokenize(text, false);
+    ASSERT_GT(novel.size(), 3000U);
   }
-  static void TearDownTestSuite() { model_.reset(); }
+  static void TearDownTestSuite() { shared_model.reset(); }
 
   static Session NewSession(const std::string& method = "dense", std::int64_t ctx = 4096,
                             std::int32_t chunk = 512) {
@@ -37,23 +37,23 @@ class SessionTest : public testing::Test {
     options.ctx_size = ctx;
     options.method = method;
     options.chunk = chunk;
-    return Session(model_, options);
+    return Session(shared_model, options);
   }
-  static std::span<const Token> First(std::size_t n) { return std::span(tokens_).first(n); }
+  static std::span<const Token> First(std::size_t n) { return std::span(novel).first(n); }
   static std::vector<float> Copy(std::span<const float> x) { return {x.begin(), x.end()}; }
 
-  static std::shared_ptr<const Model> model_;
-  static std::vector<Token> tokens_;
+  static std::shared_ptr<const Model> shared_model;
+  static std::vector<Token> novel;
 };
-std::shared_ptr<const Model> SessionTest::model_;
-std::vector<Token> SessionTest::tokens_;
+std::shared_ptr<const Model> SessionTest::shared_model;
+std::vector<Token> SessionTest::novel;
 
 TEST_F(SessionTest, DecodeEqualsPrefill) {
   Session prefilled = NewSession();
   prefilled.Prefill(First(700));
   Session decoded = NewSession();
   decoded.Prefill(First(600));
-  for (std::size_t i = 600; i < 700; ++i) decoded.Decode(tokens_[i]);
+  for (std::size_t i = 600; i < 700; ++i) decoded.Decode(novel[i]);
   EXPECT_TRUE(test::Near(Copy(decoded.logits()), Copy(prefilled.logits()), kNoise));
 }
 
@@ -102,7 +102,7 @@ TEST_F(SessionTest, SetMethodIndexesTheSameRows) {
   session.SetMethod("dense");
   session.SetMethod("fathom:bits=28,k=128");
   session.BuildIndex();
-  session.Decode(tokens_[1999]);
+  session.Decode(novel[1999]);
   EXPECT_GT(session.method().MemoryBytes(), 0);
   EXPECT_THROW(session.SetMethod("fathom:k=3"), Error);
   EXPECT_EQ(session.method().spec(),
@@ -115,7 +115,7 @@ TEST_F(SessionTest, SparseWithAllTokensEqualsDense) {
     Session session = NewSession(spec);
     session.Prefill(First(1500));
     session.BuildIndex();
-    for (std::size_t i = 1500; i < 1520; ++i) session.Decode(tokens_[i]);
+    for (std::size_t i = 1500; i < 1520; ++i) session.Decode(novel[i]);
     if (dense.empty()) dense = Copy(session.logits());
     EXPECT_EQ(Copy(session.logits()), dense) << spec;
   }
@@ -126,7 +126,7 @@ TEST_F(SessionTest, SparseIsNearDenseAndRandomIsNot) {
     Session session = NewSession(spec);
     session.Prefill(First(3000));
     session.BuildIndex();
-    for (std::size_t i = 3000; i < 3010; ++i) session.Decode(tokens_[i]);
+    for (std::size_t i = 3000; i < 3010; ++i) session.Decode(novel[i]);
     EXPECT_GT(session.method().counters().sparse_calls, 0) << spec;
     return Copy(session.logits());
   };
@@ -166,7 +166,7 @@ TEST_F(SessionTest, ContextIsALimitWithARemedy) {
   }
   EXPECT_EQ(session.n_tokens(), 0);
   session.Prefill(First(64));
-  EXPECT_THROW(session.Decode(tokens_[64]), Error);
+  EXPECT_THROW(session.Decode(novel[64]), Error);
   const Generation generation = Generate(session, {10, {}});
   EXPECT_EQ(generation.stop, StopReason::kContext);
   EXPECT_EQ(generation.tokens.size(), 1U);
@@ -187,7 +187,7 @@ TEST_F(SessionTest, CancelledPrefillKeepsWholeChunks) {
 TEST_F(SessionTest, OptionsOutOfRangeAreRefused) {
   const auto code = [](const SessionOptions& options) {
     try {
-      const Session session(model_, options);
+      const Session session(shared_model, options);
     } catch (const Error& error) {
       return error.code();
     }

@@ -116,19 +116,18 @@ Sample MeasureLlama(LlamaRival& rival, std::span<const Token> next) {
 }
 
 void StopIfInterrupted() {
-  if (Interrupted()) throw Error(ErrorCode::kCancelled, "interrupted; nothing was reported");
+  if (Interrupted())
+    throw Error(ErrorCode::kCancelled, "interrupted; what was measured is reported");
 }
 
-std::vector<Sample> MeasureOurs(const std::shared_ptr<const Model>& model,
-                                const BenchOptions& options,
-                                const std::vector<std::int64_t>& contexts,
-                                std::span<const Token> tokens) {
+void MeasureOurs(const std::shared_ptr<const Model>& model, const BenchOptions& options,
+                 const std::vector<std::int64_t>& contexts, std::span<const Token> tokens,
+                 std::vector<Sample>* samples) {
   SessionOptions session_options;
   session_options.ctx_size = static_cast<std::int64_t>(tokens.size());
   session_options.backend = options.backend;
   session_options.n_threads = options.threads;
   Session session(model, session_options);
-  std::vector<Sample> samples;
   for (const std::int64_t context : contexts) {
     const auto at = static_cast<std::size_t>(session.n_tokens());
     session.ResetTimes();
@@ -144,23 +143,22 @@ std::vector<Sample> MeasureOurs(const std::shared_ptr<const Model>& model,
         static_cast<double>(context - static_cast<std::int64_t>(at)) / session.times().prefill_s;
     for (const std::string& spec : options.methods) {
       StopIfInterrupted();
-      samples.push_back(MeasureMethod(session, spec,
-                                      tokens.subspan(static_cast<std::size_t>(context),
-                                                     static_cast<std::size_t>(options.steps + 2))));
-      samples.back().prefill_tokens_s = rate;
+      samples->push_back(
+          MeasureMethod(session, spec,
+                        tokens.subspan(static_cast<std::size_t>(context),
+                                       static_cast<std::size_t>(options.steps + 2))));
+      samples->back().prefill_tokens_s = rate;
       std::fprintf(stderr, "%s at %s: %.2f ms/token\n", spec.c_str(), Grouped(context).c_str(),
-                   samples.back().step_ms);
+                   samples->back().step_ms);
     }
   }
-  return samples;
 }
 
-std::vector<Sample> MeasureRival(const BenchOptions& options, bool flash_attention, int threads,
-                                 const std::vector<std::int64_t>& contexts,
-                                 std::span<const Token> tokens) {
+void MeasureRival(const BenchOptions& options, bool flash_attention, int threads,
+                  const std::vector<std::int64_t>& contexts, std::span<const Token> tokens,
+                  std::vector<Sample>* samples) {
   LlamaRival rival(options.model, static_cast<std::int64_t>(tokens.size()), flash_attention,
                    threads);
-  std::vector<Sample> samples;
   double base_ms = 0;
   for (const std::int64_t context : contexts) {
     const auto from = static_cast<std::size_t>(rival.n_tokens());
@@ -183,11 +181,10 @@ std::vector<Sample> MeasureRival(const BenchOptions& options, bool flash_attenti
     sample.prefill_tokens_s = rate;
     if (context == kBaseContext) base_ms = sample.step_ms;
     sample.attention_ms = std::max(sample.step_ms - base_ms, 0.0);
-    samples.push_back(sample);
+    samples->push_back(sample);
     std::fprintf(stderr, "%s at %s: %.2f ms/token\n", sample.runner.c_str(),
                  Grouped(context).c_str(), sample.step_ms);
   }
-  return samples;
 }
 
 // libllama's best sample at a context, null without rivals.
@@ -232,6 +229,7 @@ void PrintJson(const std::vector<Sample>& samples, const BenchOptions& options, 
   json["backend"] = backend;
   json["steps"] = options.steps;
   json["processor"] = DescribeMachine().processor;
+  json["interrupted"] = Interrupted();
   json["samples"] = nlohmann::json::array();
   for (const Sample& sample : samples) {
     json["samples"].push_back({{"runner", sample.runner},
@@ -259,12 +257,16 @@ int BenchDecode(const BenchOptions& options) {
   const auto backend = MakeBackend(options.backend, options.threads);
   const int threads = backend->n_threads();
 
-  std::vector<Sample> samples = MeasureOurs(model, options, contexts, tokens);
-  if (!options.no_llama) {
-    for (const bool flash_attention : {false, true}) {
-      for (Sample& sample : MeasureRival(options, flash_attention, threads, contexts, tokens))
-        samples.push_back(std::move(sample));
+  std::vector<Sample> samples;
+  try {
+    MeasureOurs(model, options, contexts, tokens, &samples);
+    if (!options.no_llama) {
+      MeasureRival(options, false, threads, contexts, tokens, &samples);
+      MeasureRival(options, true, threads, contexts, tokens, &samples);
     }
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::kCancelled) throw;
+    std::fprintf(stderr, "fathom: %s\n", error.what());
   }
   if (options.json) {
     PrintJson(samples, options, threads, std::string(backend->name()));
@@ -277,7 +279,7 @@ int BenchDecode(const BenchOptions& options) {
         Grouped(options.steps).c_str(), threads, std::string(backend->name()).c_str(),
         Grouped(kBaseContext).c_str());
   }
-  return kExitOk;
+  return Interrupted() ? kExitInterrupted : kExitOk;
 }
 
 }  // namespace
@@ -297,10 +299,10 @@ void AddBenchCommand(CLI::App& app, int* exit_code) {
       ->capture_default_str();
   decode->add_option("--steps", options->steps, "timed steps per point")
       ->capture_default_str()
-      ->check(CLI::Range(1, 100000));
+      ->check(InRange(1, 100000));
   decode->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
       ->capture_default_str()
-      ->check(CLI::Range(0, 1024));
+      ->check(InRange(0, 1024));
   decode->add_option("--backend", options->backend, "kernels (see fathom info)")
       ->capture_default_str();
   decode->add_flag("--no-llama", options->no_llama, "leave libllama out");

@@ -45,6 +45,14 @@ std::string ReadText(const std::string& path) {
   return text;
 }
 
+void WriteOut(std::string_view text) {
+  if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) {
+    return;
+  }
+  throw Error(ErrorCode::kIo,
+              std::string("cannot write to standard output: ") + std::strerror(errno));
+}
+
 std::int64_t ParseTokens(const std::string& text) {
   std::int64_t value = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
@@ -75,6 +83,12 @@ std::string ByteText(double bytes) {
   }
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), unit == 0 ? "%.0f %s" : "%.1f %s", bytes, units.at(unit));
+  return text.data();
+}
+
+std::string Plain(double number) {
+  std::array<char, 32> text{};
+  std::snprintf(text.data(), text.size(), "%.10g", number);
   return text.data();
 }
 

@@ -5,6 +5,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdint>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fathom/fathom.h"
@@ -23,6 +24,10 @@ bool Interrupted();
 // Whole file, "-" for standard input. Throws Error(kIo) naming the file and the reason.
 std::string ReadText(const std::string& path);
 
+// Writes to standard output at once. Throws Error(kIo) when it cannot: a full disk must not look
+// like success.
+void WriteOut(std::string_view text);
+
 // "4096", "32k" (1,024 times) or "1M". Throws Error(kUsage).
 std::int64_t ParseTokens(const std::string& text);
 
@@ -32,6 +37,17 @@ std::string Grouped(std::int64_t number);
 std::string ByteText(double bytes);
 
 int ExitCode(ErrorCode code);
+
+// A number without trailing zeros: "100", "0.5".
+std::string Plain(double number);
+
+// A range check whose help text is "low..high".
+template <typename Number>
+CLI::Range InRange(Number low, Number high) {
+  CLI::Range range(low, high);
+  range.description("in " + Plain(low) + ".." + Plain(high));
+  return range;
+}
 
 // Each adds its subcommand; the callback stores the exit code.
 void AddRunCommand(CLI::App& app, int* exit_code);

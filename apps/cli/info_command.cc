@@ -93,6 +93,11 @@ void PrintModel(const ModelInfo& model) {
               Grouped(model.n_ctx_train).c_str());
 }
 
+std::string FitText(const ModelInfo& model, const SessionMemory& memory, std::int64_t n_tokens) {
+  if (memory.total() > memory.available_bytes) return "no";
+  return n_tokens > model.n_ctx_train ? "yes, but the model was made for less" : "yes";
+}
+
 void PrintMemory(const ModelInfo& model, const MethodSpec& method,
                  const std::vector<std::int64_t>& contexts) {
   Table table({"session of", "rows", "index", "workspace", "weights", "total", "fits"});
@@ -101,7 +106,7 @@ void PrintMemory(const ModelInfo& model, const MethodSpec& method,
     const auto cell = [](std::int64_t bytes) { return ByteText(static_cast<double>(bytes)); };
     table.Add({Grouped(n) + " tokens", cell(memory.rows_bytes), cell(memory.index_bytes),
                cell(memory.workspace_bytes), cell(memory.weights_bytes), cell(memory.total()),
-               memory.total() <= memory.available_bytes ? "yes" : "no"});
+               FitText(model, memory, n)});
   }
   std::printf("\n%s(method %s)\n", table.ToString().c_str(), method.ToString().c_str());
 }

@@ -10,12 +10,16 @@
 
 namespace {
 
-// The parser's own message for an unknown command does not name it.
-void CheckCommand(const CLI::App& app, int argc, char** argv) {
-  if (argc < 2 || argv[1][0] == '-') return;
+// The parser's own message for an unknown command does not name it. Returns the command's words,
+// "fathom run".
+std::string CheckCommand(const CLI::App& app, int argc, char** argv) {
+  const auto commands = app.get_subcommands([](const CLI::App*) { return true; });
+  if (commands.empty() || argc < 2 || argv[1][0] == '-') return app.get_name();
   std::string valid;
-  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    if (command->get_name() == argv[1]) return;
+  for (const CLI::App* command : commands) {
+    if (command->get_name() == argv[1]) {
+      return app.get_name() + " " + CheckCommand(*command, argc - 1, argv + 1);
+    }
     valid += (valid.empty() ? "" : ", ") + command->get_name();
   }
   throw fathom::Error(fathom::ErrorCode::kUsage,
@@ -30,9 +34,9 @@ int Run(int argc, char** argv) {
   fathom::cli::AddRunCommand(app, &exit_code);
   fathom::cli::AddInfoCommand(app, &exit_code);
   fathom::cli::AddBenchCommand(app, &exit_code);
-  CheckCommand(app, argc, argv);
-  app.failure_message([](const CLI::App* /*app*/, const CLI::Error& error) {
-    return "fathom: " + std::string(error.what()) + "; see fathom --help\n";
+  const std::string command = CheckCommand(app, argc, argv);
+  app.failure_message([&command](const CLI::App* /*app*/, const CLI::Error& error) {
+    return "fathom: " + std::string(error.what()) + "; see " + command + " --help\n";
   });
   try {
     app.parse(argc, argv);
@@ -48,7 +52,9 @@ int Run(int argc, char** argv) {
 int main(int argc, char** argv) {
   try {
     fathom::cli::CatchInterrupt();
-    return Run(argc, argv);
+    const int exit_code = Run(argc, argv);
+    fathom::cli::WriteOut("");  // what printf holds back is written, or its failure known
+    return exit_code;
   } catch (const fathom::Error& error) {
     std::fprintf(stderr, "fathom: %s\n", error.what());
     return fathom::cli::ExitCode(error.code());

@@ -3,6 +3,8 @@
 
 #include <unistd.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <utility>
 
@@ -13,11 +15,12 @@ namespace {
 
 constexpr int kBarWidth = 30;
 constexpr double kQuietSeconds = 2;
+constexpr double kSmoothing = 0.7;
 
 // "1:05", minutes and seconds.
 std::string ClockText(double seconds) {
   char text[32];
-  const auto whole = static_cast<long>(seconds + 0.5);
+  const long whole = std::lround(seconds);
   std::snprintf(text, sizeof(text), "%ld:%02ld", whole / 60, whole % 60);
   return text;
 }
@@ -35,14 +38,23 @@ Progress::~Progress() {
 }
 
 void Progress::Update(std::int64_t done, std::int64_t total) {
-  if (total <= 0) return;
-  const std::int64_t tenth = done * 10 / total;
+  if (total <= 0 || done <= last_done_) return;
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+  const double now = (seconds - last_seconds_) / static_cast<double>(done - last_done_);
+  unit_seconds_ = last_done_ == 0 ? now : kSmoothing * unit_seconds_ + (1 - kSmoothing) * now;
+  last_done_ = done;
+  last_seconds_ = seconds;
+  const std::int64_t tenth = done * 10 / total;
   if (!terminal_ && (tenth == last_tenth_ || seconds < kQuietSeconds)) return;
   last_tenth_ = tenth;
-  const double rate = seconds > 0 ? static_cast<double>(done) / seconds : 0;
-  const double left = rate > 0 ? static_cast<double>(total - done) / rate : 0;
+
+  // seconds(d) = a d + b d^2, from the time so far and the recent cost of a unit.
+  const auto d = static_cast<double>(done);
+  const auto all = static_cast<double>(total);
+  const double b = std::max((unit_seconds_ - seconds / d) / d, 0.0);
+  const double a = std::max(seconds / d - b * d, 0.0);
+  const double left = a * (all - d) + b * (all * all - d * d);
   std::string bar;
   if (terminal_) {
     const auto filled = static_cast<std::size_t>(done * kBarWidth / total);
@@ -51,7 +63,8 @@ void Progress::Update(std::int64_t done, std::int64_t total) {
   std::fprintf(stderr, "%s%s %s%3ld%%  %s of %s %s, %.0f %s/s, %s left%s",
                terminal_ ? "\r\033[K" : "", label_.c_str(), bar.c_str(),
                static_cast<long>(done * 100 / total), Grouped(done).c_str(), Grouped(total).c_str(),
-               unit_.c_str(), rate, unit_.c_str(), ClockText(left).c_str(), terminal_ ? "" : "\n");
+               unit_.c_str(), unit_seconds_ > 0 ? 1 / unit_seconds_ : 0, unit_.c_str(),
+               ClockText(left).c_str(), terminal_ ? "" : "\n");
   std::fflush(stderr);
   drawn_ = true;
 }

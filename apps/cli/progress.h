@@ -17,6 +17,7 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
+  // The time left is that of work whose cost per unit grows linearly, as dense attention's does.
   void Update(std::int64_t done, std::int64_t total);
 
  private:
@@ -25,6 +26,9 @@ class Progress {
   bool terminal_;
   bool drawn_ = false;
   std::int64_t last_tenth_ = 0;
+  std::int64_t last_done_ = 0;
+  double last_seconds_ = 0;
+  double unit_seconds_ = 0;  // recent seconds per unit, smoothed
   std::chrono::steady_clock::time_point start_;
 };
 

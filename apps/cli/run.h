@@ -36,7 +36,8 @@ struct Answer {
 };
 
 struct MethodRun {
-  std::string spec;  // canonical
+  std::string label;  // the spec as it was given
+  std::string spec;   // canonical, defaults filled in
   double index_s = 0;
   std::int64_t index_bytes = 0;
   std::vector<Answer> answers;

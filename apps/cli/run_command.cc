@@ -24,6 +24,14 @@ void CheckOptions(const RunOptions& options) {
     throw Error(ErrorCode::kUsage,
                 "nothing to read: give a document with -f FILE, a question with -p TEXT, or both");
   }
+  if (options.model.empty()) {
+    throw Error(ErrorCode::kUsage, "a model is needed: -m MODEL.gguf");
+  }
+  for (const std::string& prompt : options.prompts) {
+    if (TrimEnd(prompt).empty()) {
+      throw Error(ErrorCode::kUsage, "a question (-p) is empty; give some text or leave it out");
+    }
+  }
   if (options.no_chat && options.file.empty() && options.prompts.size() > 1) {
     throw Error(ErrorCode::kUsage,
                 "several -p with --no-chat need a document (-f) that they share");
@@ -34,7 +42,7 @@ void CheckOptions(const RunOptions& options) {
 
 std::string ReadDocument(const RunOptions& options) {
   if (options.file.empty()) return "";
-  const std::string text = ReadText(options.file);
+  std::string text = ReadText(options.file);
   if (TrimEnd(text).empty()) {
     throw Error(ErrorCode::kUsage,
                 "document '" + options.file + "' is empty; give a file with text, or leave out -f");
@@ -117,10 +125,16 @@ std::int64_t ContextSize(const Model& model, const RunOptions& options,
     throw Error(ErrorCode::kUsage,
                 "the prompt has " + Grouped(prompt_tokens) + " tokens, " +
                     Grouped(prompt_tokens - ctx) + " more than the context of " + Grouped(ctx) +
-                    "; use -c " + std::to_string(prompt_tokens + options.predict) +
+                    "; use -c " + std::to_string(prompt_tokens + options.predict) + " (" +
+                    Grouped(options.predict) + " for the answer)" +
                     (prompt_tokens > trained
-                         ? " (beyond the " + Grouped(trained) + " the model was made for)"
+                         ? ", beyond the " + Grouped(trained) + " the model was made for"
                          : ""));
+  }
+  if (prompt_tokens + options.predict > ctx && !options.ctx_size.empty()) {
+    std::fprintf(stderr, "fathom: the context of %s leaves %s tokens for the answer, not %s\n",
+                 Grouped(ctx).c_str(), Grouped(ctx - prompt_tokens).c_str(),
+                 Grouped(options.predict).c_str());
   }
   if (ctx > trained) {
     std::fprintf(stderr,
@@ -151,13 +165,10 @@ Answer AskOne(Session& session, const RunOptions& options, const std::string& qu
   answer.n_prompt_tokens = session.n_tokens();
   answer.generation =
       Generate(session, {options.predict, options.sampling}, [&](Token, std::string_view text) {
-        if (stream) {
-          std::fwrite(text.data(), 1, text.size(), stdout);
-          std::fflush(stdout);
-        }
+        if (stream) WriteOut(text);
         return !Interrupted();
       });
-  if (stream) std::fputs("\n", stdout);
+  if (stream) WriteOut("\n");
   answer.times = session.times();
   answer.counters = session.method().counters();
   return answer;
@@ -167,13 +178,16 @@ MethodRun AskAll(Session& session, const RunOptions& options,
                  const std::vector<std::vector<Token>>& prompts, std::int64_t shared,
                  bool announce) {
   MethodRun run;
+  run.label = session.options().method;
   run.spec = session.method().spec();
   session.ResetTimes();
   session.BuildIndex();
   run.index_s = session.times().index_s;
-  if (announce && !options.json) std::printf("== %s\n", run.spec.c_str());
+  if (announce && !options.json) WriteOut("== " + run.label + "\n");
   for (std::size_t i = 0; i < prompts.size() && !Interrupted(); ++i) {
-    if (prompts.size() > 1 && !options.json) std::printf("> %s\n", options.prompts[i].c_str());
+    if (prompts.size() > 1 && !options.json) {
+      WriteOut("> " + options.prompts[i] + "\n");
+    }
     const std::string question = options.prompts.empty() ? "" : options.prompts[i];
     run.answers.push_back(AskOne(session, options, question,
                                  std::span(prompts[i]).subspan(static_cast<std::size_t>(shared)),
@@ -219,6 +233,7 @@ RunReport Execute(const RunOptions& options) {
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kCancelled) throw;
     std::fprintf(stderr, "fathom: %s\n", error.what());
+    if (report.runs.empty()) report.prefill = session.times();
   }
   report.rows_bytes = session.rows().MemoryBytes();
   report.interrupted = Interrupted();
@@ -229,12 +244,14 @@ int Run(const RunOptions& options) {
   const RunReport report = Execute(options);
   if (options.json) {
     // Bytes that are not UTF-8 can stand in an answer; JSON cannot hold them.
-    std::printf(
-        "%s\n",
-        ReportJson(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
-  } else if (!report.runs.empty()) {
-    if (report.runs.size() > 1) std::printf("\n%s", ComparisonText(report).c_str());
-    if (options.stats) std::printf("\n%s", StatsTable(report).c_str());
+    WriteOut(ReportJson(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
+             "\n");
+  } else {
+    if (report.runs.size() > 1) WriteOut("\n" + ComparisonText(report));
+    // Standard output holds the answers alone, so that they can be piped.
+    if (options.stats && !report.runs.empty()) {
+      std::fprintf(stderr, "\n%s", StatsTable(report).c_str());
+    }
   }
   for (const MethodRun& run : report.runs) {
     for (const Answer& answer : run.answers) {
@@ -252,37 +269,50 @@ int Run(const RunOptions& options) {
 void AddRunCommand(CLI::App& app, int* exit_code) {
   auto options = std::make_shared<RunOptions>();
   CLI::App* run = app.add_subcommand("run", "Answer questions about a document, or continue it");
-  run->add_option("-m,--model", options->model, "GGUF model")->required();
-  run->add_option("-f,--file", options->file, "document; - reads standard input");
+  run->add_option("-m,--model", options->model, "GGUF model, required")->type_name("FILE");
+  run->add_option("-f,--file", options->file, "document; - reads standard input")
+      ->type_name("FILE");
   run->add_option("-p,--prompt", options->prompts,
                   "question or instruction; repeat for several about one document")
+      ->type_name("TEXT")
       ->allow_extra_args(false);
   run->add_option("-c,--ctx-size", options->ctx_size,
-                  "context in tokens (32768 or 32k); default: what the prompts need");
+                  "context in tokens (32768 or 32k); default: what the prompts need")
+      ->type_name("N");
   run->add_option("-n,--predict", options->predict, "longest answer in tokens")
+      ->type_name("N")
       ->capture_default_str()
-      ->check(CLI::Range(1, 1 << 20));
+      ->check(InRange(1, 1 << 20));
   run->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
+      ->type_name("N")
       ->capture_default_str()
-      ->check(CLI::Range(0, 1024));
+      ->check(InRange(0, 1024));
   run->add_option("--backend", options->backend,
                   "kernels: cpu, cpu/avx2, ref, ... (see fathom info)")
+      ->type_name("NAME")
       ->capture_default_str();
   run->add_option("--method", options->method, "method spec (see fathom info)")
+      ->type_name("SPEC")
       ->capture_default_str();
-  run->add_option("--compare", options->compare, "second method spec, from the same prefill");
+  run->add_option("--compare", options->compare, "second method spec, from the same prefill")
+      ->type_name("SPEC");
   run->add_option("--temp", options->sampling.temperature, "temperature; 0 is greedy")
+      ->type_name("T")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 100.0));
+      ->check(InRange(0.0, 100.0));
   run->add_option("--top-k", options->sampling.top_k, "sample among the best K; 0 is off")
+      ->type_name("K")
       ->capture_default_str()
-      ->check(CLI::Range(0, 1 << 20));
+      ->check(InRange(0, 1 << 20));
   run->add_option("--top-p", options->sampling.top_p, "sample within this probability; 1 is off")
+      ->type_name("P")
       ->capture_default_str()
-      ->check(CLI::Range(0.0, 1.0));
-  run->add_option("--seed", options->sampling.seed, "random seed")->capture_default_str();
+      ->check(InRange(0.0, 1.0));
+  run->add_option("--seed", options->sampling.seed, "random seed")
+      ->type_name("N")
+      ->capture_default_str();
   run->add_flag("--no-chat", options->no_chat, "continue the text; no chat template");
-  run->add_flag("--stats", options->stats, "print a table of speeds and bytes");
+  run->add_flag("--stats", options->stats, "show a table of speeds and bytes on standard error");
   run->add_flag("--json", options->json, "print one JSON document instead of text");
   run->callback([options, exit_code] { *exit_code = Run(*options); });
 }

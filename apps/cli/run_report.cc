@@ -58,6 +58,13 @@ std::int64_t PartsAt(const Generation& a, const Generation& b) {
   return at - a.tokens.begin();
 }
 
+// A method that reads nothing of a kind has no number for it.
+std::string CountOrDash(double value, const std::string& text) { return value > 0 ? text : "-"; }
+
+std::string SecondsText(double seconds) {
+  return seconds < 1 ? Fixed(seconds * 1000, 0) + " ms" : Fixed(seconds, 1) + " s";
+}
+
 // What two texts begin with, cut at a whole UTF-8 character.
 std::string CommonText(const std::string& a, const std::string& b) {
   auto end = std::mismatch(a.begin(), a.end(), b.begin(), b.end()).first;
@@ -72,7 +79,7 @@ std::string StatsTable(const RunReport& report) {
   std::vector<std::string> header = {""};
   std::vector<Totals> totals;
   for (const MethodRun& run : report.runs) {
-    header.push_back(run.spec);
+    header.push_back(run.label);
     totals.push_back(Sum(run));
   }
   Table table(header);
@@ -86,27 +93,30 @@ std::string StatsTable(const RunReport& report) {
   });
   add("attention, ms/token",
       [](const Totals& t, const MethodRun&) { return Fixed(AttentionMs(t), 3); });
-  add("read bits/token/head",
-      [](const Totals& t, const MethodRun&) { return Fixed(t.counters.mean_read_bits(), 1); });
+  add("read bits/token/KV head", [](const Totals& t, const MethodRun&) {
+    return CountOrDash(t.counters.mean_read_bits(), Fixed(t.counters.mean_read_bits(), 1));
+  });
   add("index read/step", [](const Totals& t, const MethodRun&) {
-    return ByteText(static_cast<double>(t.counters.index_bytes) / t.steps());
+    const double bytes = static_cast<double>(t.counters.index_bytes) / t.steps();
+    return CountOrDash(bytes, ByteText(bytes));
   });
   add("rows read/step", [](const Totals& t, const MethodRun&) {
     return ByteText(static_cast<double>(t.counters.row_bytes) / t.steps());
   });
-  add("rows/step/head", [](const Totals& t, const MethodRun&) {
+  add("rows/step/KV head (union)", [](const Totals& t, const MethodRun&) {
     return Fixed(static_cast<double>(t.counters.rows) /
                      static_cast<double>(std::max<std::int64_t>(t.counters.calls, 1)),
                  1);
   });
   add("index held", [](const Totals&, const MethodRun& run) {
-    return ByteText(static_cast<double>(run.index_bytes));
+    const auto bytes = static_cast<double>(run.index_bytes);
+    return CountOrDash(bytes, ByteText(bytes));
   });
   add("index built in, s",
       [](const Totals&, const MethodRun& run) { return Fixed(run.index_s, 2); });
   std::string text = table.ToString();
   text += "prefill: " + Grouped(report.prefill.prefill_tokens) + " tokens in " +
-          Fixed(report.prefill.prefill_s, 1) + " s, " +
+          SecondsText(report.prefill.prefill_s) + ", " +
           Fixed(Rate(report.prefill.prefill_tokens, report.prefill.prefill_s), 0) + " tokens/s (" +
           Fixed(100 * report.prefill.prefill_attention_s / std::max(report.prefill.prefill_s, 1e-9),
                 0) +
@@ -133,7 +143,7 @@ std::string ComparisonText(const RunReport& report) {
   }
   for (const MethodRun& run : report.runs) {
     const Totals totals = Sum(run);
-    text += run.spec + ": " + Fixed(Rate(totals.times.decode_tokens, totals.times.decode_s), 1) +
+    text += run.label + ": " + Fixed(Rate(totals.times.decode_tokens, totals.times.decode_s), 1) +
             " tokens/s, attention " + Fixed(AttentionMs(totals), 3) + " ms/token\n";
   }
   return text;
@@ -176,6 +186,7 @@ nlohmann::json ReportJson(const RunReport& report) {
     const Totals totals = Sum(run);
     json["runs"].push_back(
         {{"method", run.spec},
+         {"spec", run.label},
          {"index_seconds", run.index_s},
          {"index_held_bytes", run.index_bytes},
          {"decode_tokens_per_second", Rate(totals.times.decode_tokens, totals.times.decode_s)},

@@ -118,8 +118,8 @@ double DirQuota(const CgroupDir& dir) {
 }  // namespace
 
 const CpuFeatures& GetCpuFeatures() {
-  static const CpuFeatures features = Detect();
-  return features;
+  static const CpuFeatures kFeatures = Detect();
+  return kFeatures;
 }
 
 double internal::CgroupCpuQuota(const std::string& root) {

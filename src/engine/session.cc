@@ -2,6 +2,7 @@
 #include "fathom/session.h"
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <utility>
 
@@ -16,8 +17,14 @@ namespace {
 constexpr std::int64_t kQuerySampling = 16;
 constexpr std::int32_t kMaxChunk = 1 << 16;
 
-std::string Mebibytes(std::int64_t bytes) {
-  return std::to_string((bytes + (1 << 20) - 1) >> 20) + " MiB";
+// "5.9 GiB", rounded up.
+std::string SizeText(std::int64_t bytes) {
+  constexpr std::array units = {"MiB", "GiB", "TiB"};
+  double size = static_cast<double>(bytes) / (1 << 20);
+  std::size_t unit = 0;
+  for (; size >= 1024 && unit + 1 < units.size(); ++unit) size /= 1024;
+  const auto tenths = static_cast<std::int64_t>(std::ceil(size * 10));
+  return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " " + units.at(unit);
 }
 
 void CheckMemory(const ModelInfo& model, const MethodSpec& method, const SessionOptions& options) {
@@ -27,10 +34,10 @@ void CheckMemory(const ModelInfo& model, const MethodSpec& method, const Session
   if (need.total() <= need.available_bytes) return;
   throw Error(ErrorCode::kNoMemory,
               "a session of " + std::to_string(options.ctx_size) + " tokens needs " +
-                  Mebibytes(need.total()) + " (rows " + Mebibytes(need.rows_bytes) + ", index " +
-                  Mebibytes(need.index_bytes) + ", weights " + Mebibytes(need.weights_bytes) +
-                  ", workspace " + Mebibytes(need.workspace_bytes) + ") and this machine has " +
-                  Mebibytes(need.available_bytes) +
+                  SizeText(need.total()) + " (rows " + SizeText(need.rows_bytes) + ", index " +
+                  SizeText(need.index_bytes) + ", weights " + SizeText(need.weights_bytes) +
+                  ", workspace " + SizeText(need.workspace_bytes) + ") and this machine has " +
+                  SizeText(need.available_bytes) +
                   " available; choose a shorter context (-c) or a smaller model");
 }
 

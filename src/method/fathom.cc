@@ -9,6 +9,7 @@
 
 #include "backend/scan_table.h"
 #include "base/parallel.h"
+#include "fathom/error.h"
 #include "fathom/plan.h"
 #include "method/layer_index.h"
 #include "method/sparse_method.h"
@@ -38,6 +39,14 @@ Config ReadConfig(OptionReader& options) {
     config.bits = options.Real("bits", config.bits, 1, kMaxBits);
     config.mean_bits = options.Choice("meanbits", "4", {"4", "8"}) == "8" ? 8 : 4;
     config.basis = options.Choice("basis", "raw", {"raw", "klt"});
+  }
+  const std::string_view other = config.paper ? "bits" : "budget";
+  if (options.Has(other)) {
+    throw Error(ErrorCode::kUsage, config.paper
+                                       ? "fathom: bits is an option of our own read; with "
+                                         "preset=paper give budget (code bits per token)"
+                                       : "fathom: budget is an option of the published read; add "
+                                         "preset=paper, or give bits (read bits per token)");
   }
   config.sparse = ReadSparseConfig(options);
   options.Finish();

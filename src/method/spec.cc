@@ -34,6 +34,7 @@ MethodSpec MethodSpec::Parse(std::string_view text) {
   const auto colon = text.find(':');
   spec.name = std::string(text.substr(0, colon));
   if (spec.name.empty()) throw fail("the name is missing");
+  if (spec.name.find(',') != std::string::npos) throw fail("several specs are separated by spaces");
   if (colon == std::string_view::npos) return spec;
   std::string_view rest = text.substr(colon + 1);
   while (!rest.empty()) {

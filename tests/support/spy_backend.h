@@ -3,6 +3,7 @@
 // attention, written out.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <memory>
 #include <utility>
@@ -67,10 +68,11 @@ class SpyBackend final : public Backend {
 inline std::vector<float> DenseAttention(const RowStore& rows, std::int32_t layer, std::int64_t n,
                                          const std::vector<float>& q) {
   const HeadGeometry& heads = rows.geometry();
+  const std::int32_t group = std::max(heads.group(), 1);
   const std::int64_t dim = heads.head_dim;
   std::vector<float> out(q.size());
   for (std::int64_t h = 0; h < heads.n_heads; ++h) {
-    const Half* base = rows.rows(layer, static_cast<std::int32_t>(h / heads.group()));
+    const Half* base = rows.rows(layer, static_cast<std::int32_t>(h / group));
     std::vector<double> weight(static_cast<std::size_t>(n));
     double top = -INFINITY;
     for (std::int64_t i = 0; i < n; ++i) {
