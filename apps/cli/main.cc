@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: MIT
 // fathom: the command line program. Results go to standard output, progress and messages to
 // standard error.
+#include <unistd.h>
+
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
 #include <new>
 #include <string>
@@ -24,6 +27,20 @@ std::string CheckCommand(const CLI::App& app, int argc, char** argv) {
   }
   throw fathom::Error(fathom::ErrorCode::kUsage,
                       "unknown command '" + std::string(argv[1]) + "'; valid: " + valid);
+}
+
+// Threads that wait at a barrier spin before they sleep. libgomp's default spins so long that, on a
+// machine of few processors that other programs use too, waiting threads burn the time that the
+// working ones need: decode falls from hundreds of tokens per second to a few. A short spin costs
+// nothing there; with many threads it costs much, so larger machines keep the default
+// (docs/benchmarking.md). libgomp reads the setting when the program is loaded, hence the restart.
+void BoundSpinning(char** argv) {
+  constexpr const char* kSpinCount = "GOMP_SPINCOUNT";
+  constexpr int kFewProcessors = 4;
+  if (std::getenv(kSpinCount) != nullptr || std::getenv("OMP_WAIT_POLICY") != nullptr) return;
+  if (fathom::DescribeMachine().n_processors > kFewProcessors) return;
+  if (setenv(kSpinCount, "1000", 0) == 0) execv("/proc/self/exe", argv);
+  // Where a restart is not possible the program runs all the same.
 }
 
 int Run(int argc, char** argv) {
@@ -50,6 +67,7 @@ int Run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  BoundSpinning(argv);
   try {
     fathom::cli::CatchInterrupt();
     const int exit_code = Run(argc, argv);
