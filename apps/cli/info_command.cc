@@ -43,6 +43,7 @@ nlohmann::json ModelJson(const ModelInfo& model) {
           {"architecture", model.architecture},
           {"weight_types", model.weight_types},
           {"file_bytes", model.file_bytes},
+          {"repacked_bytes", model.repacked_bytes},
           {"n_parameters", model.n_parameters},
           {"n_layers", model.n_layers},
           {"n_embd", model.n_embd},

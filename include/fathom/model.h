@@ -28,6 +28,9 @@ struct ModelInfo {
   std::string architecture;  // "llama", "qwen2", "qwen3"
   std::string weight_types;  // "Q8_0 (29), F32 (37)": types and number of tensors
   std::int64_t file_bytes = 0;
+  // Matrices that are also kept in the layout of ggml's kernels for single tokens, once a Runner
+  // exists: private memory beside the mapped file. 0 for types without such kernels here.
+  std::int64_t repacked_bytes = 0;
   std::int64_t n_parameters = 0;
   std::int32_t n_layers = 0;
   std::int32_t n_embd = 0;

@@ -20,7 +20,7 @@ SessionMemory EstimateMemory(const ModelInfo& model, const MethodSpec& method,
   const std::int64_t in_chunk = std::min<std::int64_t>(chunk, n_tokens);
   memory.workspace_bytes =
       per_token * in_chunk + 4 * (model.n_vocab + n_tokens * model.heads.n_heads);
-  memory.weights_bytes = model.file_bytes;
+  memory.weights_bytes = model.file_bytes + model.repacked_bytes;
   memory.available_bytes = AvailableMemoryBytes();
   return memory;
 }

@@ -61,6 +61,7 @@ ModelInfo MakeInfo(const GgufFile& file, const HParams& hparams, const Weights& 
     return layer.attn_q_bias || layer.attn_k_bias || layer.attn_v_bias;
   });
   info.tied_output = weights.tied_output();
+  info.repacked_bytes = weights.repack_bytes();
   info.rope = hparams.rope_text;
   if (weights.rope_freqs() != nullptr) info.rope += ", frequency factors";
   return info;

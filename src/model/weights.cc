@@ -91,6 +91,9 @@ Weights::Weights(const GgufFile& file, const HParams& hparams) : file_(file) {
   }
   for (std::int32_t layer = 0; layer < hparams.n_layers; ++layer) BindLayer(hparams, layer);
   packed_ = mapped_;
+  for (ggml_tensor** slot : PlanRepack().slots) {
+    repack_bytes_ += static_cast<std::int64_t>(ggml_nbytes(*slot));
+  }
   for (const GgufTensor& tensor : file.tensors()) {
     if (used_.count(tensor.name) != 0) continue;
     throw file.MakeError(ErrorCode::kUnsupported, "tensor " + Quoted(tensor.name) +
@@ -187,32 +190,38 @@ ggml_tensor* Weights::Bind(const GgufTensor& tensor, std::initializer_list<std::
   return bound;
 }
 
-void Weights::Repack() {
+Weights::RepackPlan Weights::PlanRepack() {
   ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-  if (device == nullptr) return;
+  if (device == nullptr) return {};
   for (ggml_backend_buffer_type_t type : ExtraBufferTypes(device)) {
     const ggml_backend_buffer_ptr empty(ggml_backend_buft_alloc_buffer(type, 0));
-    std::vector<ggml_tensor**> slots;
+    RepackPlan plan{type, {}};
     for (ggml_tensor** slot : MatrixSlots(packed_)) {
-      if (Supports(device, empty.get(), *slot)) slots.push_back(slot);
+      if (Supports(device, empty.get(), *slot)) plan.slots.push_back(slot);
     }
-    if (slots.empty()) continue;
-    repack_context_ = MakeContext(slots.size());
-    std::vector<ggml_tensor*> copies;
-    for (ggml_tensor** slot : slots) {
-      copies.push_back(ggml_dup_tensor(repack_context_.get(), *slot));
-      ggml_set_name(copies.back(), (*slot)->name);
-    }
-    repack_buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(repack_context_.get(), type));
-    if (!repack_buffer_) {
-      throw file_.MakeError(ErrorCode::kNoMemory, "not enough memory to repack the weights");
-    }
-    ggml_backend_buffer_set_usage(repack_buffer_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
-    for (std::size_t i = 0; i < slots.size(); ++i) {
-      ggml_backend_tensor_set(copies[i], (*slots[i])->data, 0, ggml_nbytes(copies[i]));
-      *slots[i] = copies[i];
-    }
-    return;  // the first type that takes anything, as libllama orders them
+    // The first type that takes anything, as libllama orders them.
+    if (!plan.slots.empty()) return plan;
+  }
+  return {};
+}
+
+void Weights::Repack() {
+  const RepackPlan plan = PlanRepack();
+  if (plan.slots.empty()) return;
+  repack_context_ = MakeContext(plan.slots.size());
+  std::vector<ggml_tensor*> copies;
+  for (ggml_tensor** slot : plan.slots) {
+    copies.push_back(ggml_dup_tensor(repack_context_.get(), *slot));
+    ggml_set_name(copies.back(), (*slot)->name);
+  }
+  repack_buffer_.reset(ggml_backend_alloc_ctx_tensors_from_buft(repack_context_.get(), plan.type));
+  if (!repack_buffer_) {
+    throw file_.MakeError(ErrorCode::kNoMemory, "not enough memory to repack the weights");
+  }
+  ggml_backend_buffer_set_usage(repack_buffer_.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+  for (std::size_t i = 0; i < plan.slots.size(); ++i) {
+    ggml_backend_tensor_set(copies[i], (*plan.slots[i])->data, 0, ggml_nbytes(copies[i]));
+    *plan.slots[i] = copies[i];
   }
 }
 

@@ -58,6 +58,9 @@ class Weights {
   // building graphs. Throws Error(kNoMemory).
   void Repack();
 
+  // Bytes that Repack takes; known from the start.
+  std::int64_t repack_bytes() const { return repack_bytes_; }
+
   // For graphs of this many tokens: the repacked matrices for one, those of the file for more (in
   // prompts the repacked kernels measured 1.6 times slower on AVX-512).
   const WeightSet& For(std::int64_t n_tokens) const { return n_tokens == 1 ? packed_ : mapped_; }
@@ -69,6 +72,12 @@ class Weights {
   std::int64_t n_vocab() const { return token_embd_->ne[1]; }
 
  private:
+  // What Repack would copy, and into which kind of buffer.
+  struct RepackPlan {
+    ggml_backend_buffer_type_t type = nullptr;
+    std::vector<ggml_tensor**> slots;  // into packed_
+  };
+  RepackPlan PlanRepack();
   void BindLayer(const HParams& hparams, std::int32_t layer);
   ggml_tensor* Matrix(const std::string& name, std::int64_t in, std::int64_t out);
   ggml_tensor* Vector(const std::string& name, std::int64_t size);
@@ -88,6 +97,7 @@ class Weights {
   ggml_tensor* output_bias_ = nullptr;
   ggml_tensor* rope_freqs_ = nullptr;
   bool tied_output_ = false;
+  std::int64_t repack_bytes_ = 0;
 };
 
 }  // namespace fathom
