@@ -163,8 +163,9 @@ TEST_F(Cli, ForcedBackendsAnswerAlike) {
 }
 
 TEST_F(Cli, InvalidUtf8InADocumentPassesThrough) {
-  const std::string document =
-      Write("bytes.txt", std::string("caf\xe9 \xff\xfe\x80 \xe2\x82 the locker is 12.\0 end", 38));
+  // A lone Latin-1 byte, impossible bytes, a cut-off character and a NUL.
+  constexpr char kBytes[] = "caf\xe9 \xff\xfe\x80 \xe2\x82 the locker is 12.\0 end";
+  const std::string document = Write("bytes.txt", std::string(kBytes, sizeof(kBytes) - 1));
   const Result result = Run("run -m " + kModel + " -f " + document + " -p 'What?' -n 4");
   EXPECT_EQ(result.code, 0) << result.err;
   const Result json = Run("run -m " + kModel + " -f " + document + " -p 'What?' -n 4 --json");
