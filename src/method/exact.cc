@@ -9,10 +9,6 @@ class ExactMethod final : public SparseMethod {
  public:
   using SparseMethod::SparseMethod;
 
-  void BuildIndex(std::int64_t /*n_tokens*/) override {}
-  void Truncate(std::int64_t /*n_tokens*/) override {}
-  std::int64_t MemoryBytes() const override { return 0; }
-
  protected:
   double ScoreLayer(std::int32_t layer, std::int64_t /*n_tokens*/, std::int64_t n_index,
                     const float* q, float* scores, std::int64_t stride) override {

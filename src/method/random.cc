@@ -20,10 +20,6 @@ class RandomMethod final : public SparseMethod {
                std::string spec)
       : SparseMethod(context, config, std::move(spec)), seed_(seed) {}
 
-  void BuildIndex(std::int64_t /*n_tokens*/) override {}
-  void Truncate(std::int64_t /*n_tokens*/) override {}
-  std::int64_t MemoryBytes() const override { return 0; }
-
  protected:
   // A function of seed, layer, length, head and token only, so that runs repeat.
   double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index,

@@ -30,6 +30,10 @@ class SparseMethod : public Method {
 
   std::string spec() const final { return spec_; }
   void Attend(std::int32_t layer, std::int64_t n_tokens, const float* q, float* out) final;
+  // For methods without an index of their own; the others override all three.
+  void BuildIndex(std::int64_t /*n_tokens*/) override {}
+  void Truncate(std::int64_t /*n_tokens*/) override {}
+  std::int64_t MemoryBytes() const override { return 0; }
 
  protected:
   // Scores of tokens 0 .. n_index - 1 of the layer for all query heads, written to scores
