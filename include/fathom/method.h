@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -55,14 +56,25 @@ struct MethodSpec {
   std::string ToString() const;
 };
 
+class Calibration;
+
 // What a method may use of its session. Everything outlives the method.
 struct MethodContext {
   const RowStore* rows = nullptr;
   const Backend* backend = nullptr;
-  // Second moments of the prefill's queries, [n_layers][n_kv_heads]; sampled evenly, none from
-  // decode.
-  const std::vector<SecondMoment>* queries = nullptr;
+  // Queries of the prefill, [n_layers]; none from decode. May be null or hold no samples: then
+  // statistics know the keys alone, and the residual, which has nothing to be fitted on, is off.
+  const std::vector<LayerQueries>* queries = nullptr;
   bool has_qk_norm = false;  // decides `basis=auto` of the published read
+  // Statistics of a file instead of the session's own; null for none. Its geometry must be the
+  // rows' (Calibration::Check).
+  const Calibration* calibration = nullptr;
+};
+
+// The tokens that one KV head attended in the last step. Empty tokens: all of them, by all heads.
+struct AttendedTokens {
+  std::span<const std::int32_t> tokens;  // ascending, without repeats
+  std::span<const std::uint16_t> mask;   // bit h: query head h of the group attended the token
 };
 
 class Method {
@@ -86,6 +98,9 @@ class Method {
 
   // Index bytes held now, equal to the closed form of its shape.
   virtual std::int64_t MemoryBytes() const = 0;
+
+  // What the last Attend attended; valid until the next call.
+  virtual AttendedTokens attended(std::int32_t /*kv_head*/) const { return {}; }
 
   const MethodCounters& counters() const { return counters_; }
   void ResetCounters() { counters_ = {}; }

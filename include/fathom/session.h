@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "fathom/calibration.h"
 #include "fathom/method.h"
 #include "fathom/model.h"
 
@@ -25,6 +26,7 @@ struct SessionOptions {
   std::string method = "fathom";  // MethodSpec text
   int n_threads = 0;              // 0: all processors this process may use
   std::int32_t chunk = 512;  // tokens per prefill chunk: larger is faster and takes more memory
+  std::shared_ptr<const Calibration> calibration;  // statistics of a file; null: the prefill's own
   bool check_memory = true;  // refuse a session that cannot fit this machine's memory
 };
 

@@ -85,6 +85,18 @@ struct MeanCodec {
       weight;  // [D][4][4]: weight[t-1][p] of bipolar bit p when t planes are read, least squares
 };
 
+// How the planes of the mean codec are turned into values.
+enum class Decoders : std::uint8_t {
+  kLeastSquares,  // weights fitted on the keys (design 3.1 point 2)
+  kCentre,        // centres of the quantizer's cells: weight a_j 2^-(p+1)
+};
+
+// Choices of an index that do not change its shape.
+struct IndexRules {
+  Decoders decoders = Decoders::kLeastSquares;  // mean codec
+  bool distortions = false;  // keep what Distortions() needs; the mean codec always does
+};
+
 // Bit-plane index of one KV head of one layer.
 //
 // Invariants: (1) a finished block is never rewritten; (2) all segments made by Build share codec
@@ -92,14 +104,16 @@ struct MeanCodec {
 // Distortions() follows the whole index.
 class HeadIndex {
  public:
-  HeadIndex(IndexShape shape, Basis basis);
+  HeadIndex(IndexShape shape, Basis basis, IndexRules rules = {});
   ~HeadIndex();
   HeadIndex(HeadIndex&&) noexcept;
   HeadIndex& operator=(HeadIndex&&) noexcept;
 
   // Fits the codec on blocks 0 .. n_blocks - 1 and packs them. rows: [n_blocks * 64][2][D].
-  // Requires an empty index.
-  void Build(const Half* rows, std::int64_t n_blocks, const Backend& backend);
+  // Requires an empty index. codec: steps and decoders to use instead of fitted ones (mean codec;
+  // from a calibration), or null.
+  void Build(const Half* rows, std::int64_t n_blocks, const Backend& backend,
+             const MeanCodec* codec = nullptr);
   // Packs blocks n_blocks() .. n_blocks - 1. rows: the same base as in Build. Requires n_blocks() >
   // 0 before. When memory runs out, the blocks packed so far stay.
   void Append(const Half* rows, std::int64_t n_blocks, const Backend& backend);
@@ -114,7 +128,8 @@ class HeadIndex {
   std::span<const SegmentView> segments() const { return views_; }
   // Codecs in use; SegmentView::table indexes them. Empty for the paper codec.
   std::span<const MeanCodec> codecs() const { return codecs_; }
-  // Mean squared error of every level over all indexed keys, [kLevels][D] (mean codec).
+  // Mean squared error of every level over all indexed keys, [kLevels][D]. Of the paper codec only
+  // with IndexRules::distortions; its level 1, which it does not have, is that of level 0.
   std::vector<double> Distortions() const;
   std::int64_t MemoryBytes() const { return shape_.IndexBytes(n_blocks_); }
 
@@ -122,14 +137,17 @@ class HeadIndex {
   struct Segment;
   void PackBlocks(const Half* rows, std::int64_t n_blocks, const Backend& backend, bool building);
   void AddSegment(std::int32_t table);
-  void AddFittedSegment(BlockReader& reader, const Backend& backend);
+  void AddNextSegment(BlockReader& reader, const Backend& backend);
   std::vector<double> SegmentErrors(std::size_t s) const;
   void CloseSegment(std::size_t s, std::vector<double> errors);
   PackArgs BlockArgs(std::int32_t block, const float* x);
   void Clear();
+  bool tracks() const { return shape_.codec == Codec::kMean || rules_.distortions; }
 
   IndexShape shape_;
   Basis basis_;
+  IndexRules rules_;
+  std::vector<float> cell_weight_;  // [D][4][4] of the paper codec, in units of the block's scale
   std::int64_t n_blocks_ = 0;
   std::vector<Segment> segments_;
   std::vector<SegmentView> views_;

@@ -40,4 +40,13 @@ enum class Codec : std::uint8_t {
                // per channel
 };
 
+// The coordinates an index is kept in.
+enum class BasisRule : std::uint8_t {
+  kRaw = 0,       // keys as they are
+  kCentred = 1,   // keys minus their mean
+  kKlt = 2,       // centred, in the eigenvectors of the key covariance
+  kBalanced = 3,  // centred, keys and queries balanced against each other (design 3.1 point 4)
+};
+inline constexpr int kBasisRules = 4;
+
 }  // namespace fathom

@@ -12,9 +12,13 @@
 namespace fathom {
 namespace {
 
-// Every 16th query of a prefill feeds the query statistics: 2,000 samples per head of a 32k
-// document.
-constexpr std::int64_t kQuerySampling = 16;
+// Positions of a prefill whose queries are kept for statistics: evenly spread, 256 to 512 of them
+// once the prefill is long enough.
+constexpr std::int64_t kFirstStride = 4;
+constexpr std::int64_t kMaxSamples = 512;
+// And for fitting the residual: 16 or more, 8 positions apart, at the end.
+constexpr std::int64_t kRecentStride = 8;
+constexpr std::int64_t kRecentSamples = 16;
 constexpr std::int32_t kMaxChunk = 1 << 16;
 
 // "5.9 GiB", rounded up.
@@ -50,15 +54,21 @@ struct Session::Impl {
         backend(MakeBackend(options.backend, options.n_threads)),
         runner(model, backend->n_threads()),
         rows(model->info().n_layers, model->info().heads, options.ctx_size) {
-    queries.assign(static_cast<std::size_t>(model->info().n_layers) *
-                       static_cast<std::size_t>(model->info().heads.n_kv_heads),
-                   SecondMoment(model->info().heads.head_dim));
+    ClearQueries();
     method = NewMethod(options.method);
+  }
+
+  void ClearQueries() {
+    const QuerySamples none(model->info().heads.n_heads, model->info().heads.head_dim);
+    queries.assign(static_cast<std::size_t>(model->info().n_layers), {none, none});
+    query_strides.assign(queries.size(), kFirstStride);
+    queries_frozen = false;
   }
 
   std::unique_ptr<Method> NewMethod(const std::string& spec) const {
     return MakeMethod(MethodSpec::Parse(spec),
-                      {&rows, backend.get(), &queries, model->info().has_qk_norm});
+                      {&rows, backend.get(), &queries, model->info().has_qk_norm,
+                       options.calibration.get()});
   }
 
   void CheckRoom(std::int64_t n) const;
@@ -74,7 +84,8 @@ struct Session::Impl {
   RowStore rows;
   // Sampled from prefills until an index has been made of them: what comes after must not move
   // statistics that are in use.
-  std::vector<SecondMoment> queries;
+  std::vector<LayerQueries> queries;
+  std::vector<std::int64_t> query_strides;  // of LayerQueries::samples
   bool queries_frozen = false;
   std::unique_ptr<Method> method;
   std::vector<Token> tokens;
@@ -95,13 +106,21 @@ void Session::Impl::SampleQueries(std::int32_t layer, std::int64_t first, std::i
                                   const float* q) {
   const HeadGeometry& heads = model->info().heads;
   const std::int64_t token_floats = std::int64_t{heads.n_heads} * heads.head_dim;
-  const std::int64_t skip = (kQuerySampling - first % kQuerySampling) % kQuerySampling;
-  for (std::int64_t t = skip; t < n; t += kQuerySampling) {
-    if (first + t < kStatsSkip) continue;
-    for (std::int32_t h = 0; h < heads.n_kv_heads; ++h) {
-      queries[static_cast<std::size_t>(layer * heads.n_kv_heads + h)].Add(
-          q + t * token_floats + std::int64_t{h} * heads.group() * heads.head_dim, heads.group(),
-          heads.head_dim);
+  LayerQueries& kept = queries[static_cast<std::size_t>(layer)];
+  std::int64_t& stride = query_strides[static_cast<std::size_t>(layer)];
+  for (std::int64_t t = 0; t < n; ++t) {
+    const std::int64_t position = first + t;
+    if (position < kStatsSkip) continue;
+    if ((position - kStatsSkip) % stride == 0) {
+      kept.samples.Add(position, q + t * token_floats);
+      if (kept.samples.size() > kMaxSamples) {
+        kept.samples.KeepEverySecond();
+        stride *= 2;
+      }
+    }
+    if (position % kRecentStride == 0) {
+      kept.recent.Add(position, q + t * token_floats);
+      if (kept.recent.size() > 2 * kRecentSamples) kept.recent.KeepLast(kRecentSamples);
     }
   }
 }
@@ -232,10 +251,11 @@ void Session::Truncate(std::int64_t n_tokens) {
   impl_->rows.Truncate(n_tokens);
   impl_->tokens.resize(static_cast<std::size_t>(n_tokens));
   impl_->logits = {};
-  if (n_tokens == 0) {
-    std::fill(impl_->queries.begin(), impl_->queries.end(),
-              SecondMoment(impl_->model->info().heads.head_dim));
-    impl_->queries_frozen = false;
+  if (n_tokens == 0) return impl_->ClearQueries();
+  if (impl_->queries_frozen) return;
+  for (LayerQueries& layer : impl_->queries) {
+    layer.samples.DropFrom(n_tokens);
+    layer.recent.DropFrom(n_tokens);
   }
 }
 

@@ -2,44 +2,78 @@
 // fathom: every query decides how many bit planes of each key channel to read.
 //
 // Our own read (design 3.1): block means, residual planes with frozen steps, least-squares
-// decoders, plan by measured distortion. preset=paper is the published one (design section 3): fp16
-// block scales and reverse water-filling.
+// decoders, plan by measured distortion, residual mass. preset=paper is the published one (design
+// section 3): fp16 block scales and reverse water-filling. Each part is an option, so that it can be
+// switched off and measured alone.
+#include <algorithm>
 #include <memory>
 #include <utility>
 
 #include "backend/scan_table.h"
-#include "base/parallel.h"
+#include "fathom/calibration.h"
 #include "fathom/error.h"
 #include "fathom/plan.h"
-#include "method/layer_index.h"
-#include "method/sparse_method.h"
+#include "method/plane_method.h"
 
 namespace fathom {
 namespace {
 
+enum class PlanRule { kMeasured, kPublished, kCommon };
+
 struct Config {
   SparseConfig sparse;
-  bool paper = false;
+  bool paper = false;  // the published plan, in code bits
   double bits = 28;    // read bits per token, our read
   double budget = 48;  // code bits per token, published read
-  std::string basis;   // raw, klt, or auto (published read)
-  std::int32_t mean_bits = 4;
+  bool auto_basis = false;
+  BasisRule basis = BasisRule::kCentred;
+  IndexShape shape;
+  IndexRules rules;
+  PlanRule plan = PlanRule::kMeasured;
+  bool budgets_from_file = false;
 };
 
 constexpr double kMaxBits =
     kMaxHeadDim * (kPlanes + 8.0 / kBlockTokens);  // everything, at the largest head
 
+void ReadPaper(OptionReader& options, Config* config) {
+  config->shape.codec = Codec::kPaper;
+  config->budget = options.Real("budget", config->budget, 1, kMaxHeadDim * kPlanes);
+  const std::string basis =
+      options.Choice("basis", "auto", {"auto", "raw", "klt", "balanced"});
+  config->auto_basis = basis == "auto";
+  config->basis = basis == "klt"        ? BasisRule::kKlt
+                  : basis == "balanced" ? BasisRule::kBalanced
+                                        : BasisRule::kRaw;  // published raw planes: not centred
+}
+
+void ReadOwn(OptionReader& options, Config* config) {
+  config->bits = options.Real("bits", config->bits, 1, kMaxBits);
+  const bool mean = options.Choice("store", "mean", {"mean", "paper"}) == "mean";
+  config->shape.codec = mean ? Codec::kMean : Codec::kPaper;
+  if (mean) {
+    config->shape.mean_bits = options.Choice("meanbits", "4", {"4", "8"}) == "8" ? 8 : 4;
+    config->rules.decoders = options.Choice("weights", "lsq", {"lsq", "center"}) == "lsq"
+                                 ? Decoders::kLeastSquares
+                                 : Decoders::kCentre;
+  } else if (options.Has("meanbits") || options.Has("weights")) {
+    throw Error(ErrorCode::kUsage,
+                "fathom: meanbits and weights belong to store=mean; store=paper has neither block "
+                "means nor fitted decoders");
+  }
+  config->rules.distortions = true;
+  const std::string plan =
+      options.Choice("plan", "measured", {"measured", "published", "common"});
+  config->plan = plan == "measured"    ? PlanRule::kMeasured
+                 : plan == "published" ? PlanRule::kPublished
+                                       : PlanRule::kCommon;
+  config->basis = ReadBasis(options, "raw", /*centre_raw=*/true);
+}
+
 Config ReadConfig(OptionReader& options) {
   Config config;
   config.paper = options.Choice("preset", "own", {"own", "paper"}) == "paper";
-  if (config.paper) {
-    config.budget = options.Real("budget", config.budget, 1, kMaxHeadDim * kPlanes);
-    config.basis = options.Choice("basis", "auto", {"auto", "raw", "klt"});
-  } else {
-    config.bits = options.Real("bits", config.bits, 1, kMaxBits);
-    config.mean_bits = options.Choice("meanbits", "4", {"4", "8"}) == "8" ? 8 : 4;
-    config.basis = options.Choice("basis", "raw", {"raw", "klt"});
-  }
+  config.paper ? ReadPaper(options, &config) : ReadOwn(options, &config);
   const std::string_view other = config.paper ? "bits" : "budget";
   if (options.Has(other)) {
     throw Error(ErrorCode::kUsage, config.paper
@@ -48,119 +82,184 @@ Config ReadConfig(OptionReader& options) {
                                        : "fathom: budget is an option of the published read; add "
                                          "preset=paper, or give bits (read bits per token)");
   }
-  config.sparse = ReadSparseConfig(options);
+  config.budgets_from_file = options.Choice("budgets", "flat", {"flat", "file"}) == "file";
+  if (config.budgets_from_file && config.plan == PlanRule::kCommon) {
+    throw Error(ErrorCode::kUsage,
+                "fathom: budgets=file and plan=common both share bits among layers; give one");
+  }
+  config.sparse = ReadSparseConfig(options, config.paper ? "off" : "mean");
   options.Finish();
   return config;
 }
 
-IndexShape ShapeOf(const Config& config, std::int32_t head_dim) {
-  IndexShape shape;
-  shape.codec = config.paper ? Codec::kPaper : Codec::kMean;
-  shape.head_dim = head_dim;
-  shape.mean_bits = config.mean_bits;
-  return shape;
+LayerIndexOptions IndexOptions(const Config& config, const MethodContext& context) {
+  LayerIndexOptions options;
+  options.shape = config.shape;
+  options.shape.head_dim = context.rows->geometry().head_dim;
+  options.rules = config.rules;
+  // The published rule: raw planes for models with QK-norm, rotated ones otherwise.
+  options.basis =
+      config.auto_basis && !context.has_qk_norm ? BasisRule::kKlt : config.basis;
+  return options;
 }
 
-// The published rule: raw planes for models with QK-norm, rotated ones otherwise. Raw published
-// planes are not centred.
-LayerIndex::BasisRule BasisOf(const Config& config, bool has_qk_norm) {
-  if (config.basis == "klt" || (config.basis == "auto" && !has_qk_norm))
-    return LayerIndex::BasisRule::kKlt;
-  return config.paper ? LayerIndex::BasisRule::kRaw : LayerIndex::BasisRule::kCentred;
+// Bits or budget of every layer.
+std::vector<double> LayerBits(const Config& config, const MethodContext& context,
+                              const std::string& spec) {
+  const auto n_layers = static_cast<std::size_t>(context.rows->n_layers());
+  std::vector<double> bits(n_layers, config.paper ? config.budget : config.bits);
+  if (!config.budgets_from_file) return bits;
+  std::string known = "no statistics file was given (--stats-file)";
+  if (context.calibration != nullptr) {
+    const auto found = context.calibration->budgets.find(spec);
+    if (found != context.calibration->budgets.end()) return found->second;
+    known = "the statistics file has budgets of:";
+    for (const auto& [name, unused] : context.calibration->budgets) known += " " + name;
+  }
+  throw Error(ErrorCode::kUsage,
+              spec + " needs a budget per layer, and " + known +
+                  "; make them with fathom calibrate --budgets, or use budgets=flat");
 }
 
-class FathomMethod final : public SparseMethod {
+class FathomMethod final : public PlaneMethod {
  public:
-  FathomMethod(const MethodContext& context, const Config& config, std::string spec)
-      : SparseMethod(context, config.sparse, std::move(spec)),
+  FathomMethod(const MethodContext& context, const Config& config, const std::string& spec)
+      : PlaneMethod(context, config.sparse, IndexOptions(config, context), spec),
         config_own_(config),
-        index_(context, ShapeOf(config, geometry().head_dim), BasisOf(config, context.has_qk_norm)),
+        bits_(LayerBits(config, context, spec)),
         plans_(static_cast<std::size_t>(n_layers()) *
-               static_cast<std::size_t>(geometry().n_kv_heads)),
-        heads_(static_cast<std::size_t>(geometry().n_kv_heads)) {
+               static_cast<std::size_t>(geometry().n_kv_heads)) {
     if (!config.paper) {
-      index_.set_on_changed([this](std::int32_t layer, std::int32_t h) {
-        plans_[static_cast<std::size_t>(layer * geometry().n_kv_heads + h)] =
-            std::make_unique<DistortionHull>(index_.head(layer, h).index.Distortions(),
-                                             config_own_.mean_bits);
-      });
+      index().set_on_changed(
+          [this](std::int32_t layer, std::int32_t h) { UpdatePlan(layer, h); });
     }
   }
 
-  void BuildIndex(std::int64_t n_tokens) override {
-    if (n_tokens >= config_.min && n_tokens >= kBlockTokens) index_.BuildAll(n_tokens);
-  }
-  void Truncate(std::int64_t n_tokens) override { index_.Truncate(n_tokens); }
-  std::int64_t MemoryBytes() const override { return index_.MemoryBytes(); }
-
  protected:
-  double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t /*n_index*/,
-                    const float* q, float* scores, std::int64_t stride) override {
-    index_.Extend(layer, n_tokens);
-    const HeadGeometry& shape = geometry();
-    const std::int32_t group = shape.group();
-    ParallelFor(shape.n_kv_heads, context_.backend->n_threads(), [&](std::int64_t h) {
-      const auto kv_head = static_cast<std::int32_t>(h);
-      ScanHead& scan = scan_[static_cast<std::size_t>(h)];
-      scan.scores = scores + h * group * stride;
-      scan.stride = stride;
-      PlanHead(layer, kv_head, q + h * group * shape.head_dim, &heads_[static_cast<std::size_t>(h)],
-               &scan);
-    });
-    double bits = 0;
-    for (const HeadPlan& head : heads_) bits += head.read_bits;
-    const IndexShape& index_shape = index_.head(layer, 0).index.shape();
-    context_.backend->Scan({index_shape.codec, shape.head_dim, group, index_shape.segment_blocks,
-                            index_shape.mean_bits, scan_});
-    return bits;
+  void PlanHead(std::int32_t layer, std::int32_t kv_head, HeadRead* read) override {
+    const std::int32_t group = geometry().group();
+    const double bits = bits_[static_cast<std::size_t>(layer)];
+    if (config_own_.paper) {
+      const HeadStats& stats = index().head(layer, kv_head).stats;
+      read->depth = PlanPaper(read->q.data(), group, stats.variance, bits).depth;
+      read->read_bits = PaperReadBits(read->depth);
+      return;
+    }
+    const HeadPlan& plan = Plan(layer, kv_head);
+    const MeasuredPlan levels =
+        common() ? PlanAtMultiplier(read->q.data(), group, *plan.hull, multiplier_)
+                 : PlanMeasured(read->q.data(), group, *plan.hull, bits, weights());
+    read->read_bits = levels.read_bits;
+    AddNoise(plan, levels, read);
+    config_own_.shape.codec == Codec::kMean ? FillTables(layer, kv_head, levels, read)
+                                            : FillDepths(levels, read);
+  }
+
+  void BuildAll(std::int64_t n_tokens) override {
+    PlaneMethod::BuildAll(n_tokens);
+    if (config_own_.plan == PlanRule::kCommon && !common()) FitCommon();
+  }
+
+  void ExtendIndex(std::int32_t layer, std::int64_t n_tokens) override {
+    // One multiplier for all layers needs all their indexes; the current token may not be written
+    // in layers that come later.
+    if (config_own_.plan == PlanRule::kCommon && !index().built(layer)) BuildAll(n_tokens - 1);
+    PlaneMethod::ExtendIndex(layer, n_tokens);
+  }
+
+  void TruncateIndex(std::int64_t n_tokens) override {
+    PlaneMethod::TruncateIndex(n_tokens);
+    if (!index().built(0)) multiplier_ = kNotFitted;
   }
 
  private:
-  // What one KV head reads in the current step; kept between steps for its memory.
+  static constexpr double kNotFitted = -1;
+
+  // What plans of one KV head need, current with its index.
   struct HeadPlan {
-    std::vector<float> q;             // [group][D] in the index's basis
-    std::vector<ScanTable> tables;    // one per codec of the index
-    std::vector<std::uint8_t> depth;  // [D] published read
-    double read_bits = 0;
+    std::vector<double> distortion;  // [kLevels][D]
+    std::unique_ptr<DistortionHull> hull;
   };
 
-  void PlanHead(std::int32_t layer, std::int32_t kv_head, const float* q, HeadPlan* plan,
-                ScanHead* scan) {
-    const IndexedHead& head = index_.head(layer, kv_head);
+  HeadPlan& Plan(std::int32_t layer, std::int32_t kv_head) {
+    return plans_[static_cast<std::size_t>(layer * geometry().n_kv_heads + kv_head)];
+  }
+  // False while there is no multiplier: a session without queries plans every head by itself.
+  bool common() const { return multiplier_ != kNotFitted; }
+  PlanWeights weights() const {
+    return config_own_.plan == PlanRule::kPublished ? PlanWeights::kSum : PlanWeights::kPerHead;
+  }
+
+  void UpdatePlan(std::int32_t layer, std::int32_t kv_head) {
+    const IndexedHead& head = index().head(layer, kv_head);
+    HeadPlan& plan = Plan(layer, kv_head);
+    plan.distortion = head.index.Distortions();
+    const auto cost = config_own_.shape.codec == Codec::kMean
+                          ? MeanLevelCosts(config_own_.shape.mean_bits)
+                          : PaperLevelCosts();
+    const auto& planned = config_own_.plan == PlanRule::kPublished
+                              ? PublishedDistortions(head.stats.variance)
+                              : plan.distortion;
+    plan.hull = std::make_unique<DistortionHull>(planned, cost);
+  }
+
+  void AddNoise(const HeadPlan& plan, const MeasuredPlan& levels, HeadRead* read) const {
+    const auto dim = static_cast<std::size_t>(geometry().head_dim);
+    for (std::size_t g = 0; g < read->noise.size(); ++g) {
+      double noise = 0;
+      for (std::size_t j = 0; j < dim; ++j) {
+        const double q = read->q[g * dim + j];
+        noise += q * q * plan.distortion[levels.level[j] * dim + j];
+      }
+      read->noise[g] = static_cast<float>(noise);
+    }
+  }
+
+  void FillTables(std::int32_t layer, std::int32_t kv_head, const MeasuredPlan& levels,
+                  HeadRead* read) {
+    const auto codecs = index().head(layer, kv_head).index.codecs();
+    read->tables.resize(codecs.size());
+    for (std::size_t c = 0; c < codecs.size(); ++c) {
+      BuildScanTable({geometry().head_dim, geometry().group(), config_own_.shape.mean_bits,
+                      read->q.data(), levels.level.data(), codecs[c].mean_step.data(),
+                      codecs[c].weight.data()},
+                     &read->tables[c]);
+    }
+  }
+
+  static void FillDepths(const MeasuredPlan& levels, HeadRead* read) {
+    read->depth.resize(levels.level.size());
+    std::ranges::transform(levels.level, read->depth.begin(), [](std::uint8_t level) {
+      return static_cast<std::uint8_t>(level > 1 ? level - 1 : 0);
+    });
+  }
+
+  // The multiplier at which the last queries of the prefill read `bits` on average over all layers
+  // and KV heads.
+  void FitCommon() {
+    if (context_.queries == nullptr) return;
     const std::int32_t group = geometry().group();
     const std::int32_t dim = geometry().head_dim;
-    if (!head.index.basis().is_identity()) {
-      plan->q.resize(static_cast<std::size_t>(group * dim));
-      head.index.basis().MapQueries(q, group, plan->q.data());
-      q = plan->q.data();
+    MultiplierFit fit;
+    std::vector<float> mapped(static_cast<std::size_t>(group * dim));
+    std::int64_t added = 0;
+    for (std::int32_t layer = config_.dense_layers; layer < n_layers(); ++layer) {
+      const QuerySamples& recent = (*context_.queries)[static_cast<std::size_t>(layer)].recent;
+      for (std::int64_t i = 0; i < recent.size(); ++i) {
+        for (std::int32_t h = 0; h < geometry().n_kv_heads; ++h, ++added) {
+          index().head(layer, h).index.basis().MapQueries(recent.query(i) + h * group * dim, group,
+                                                          mapped.data());
+          fit.Add(mapped.data(), group, *Plan(layer, h).hull);
+        }
+      }
     }
-    scan->segments = head.index.segments();
-    if (config_own_.paper) {
-      plan->depth = PlanPaper(q, group, head.variance, config_own_.budget).depth;
-      plan->read_bits = PaperReadBits(plan->depth);
-      scan->q = q;
-      scan->depth = plan->depth.data();
-      return;
-    }
-    const DistortionHull& hull =
-        *plans_[static_cast<std::size_t>(layer * geometry().n_kv_heads + kv_head)];
-    const MeasuredPlan levels = PlanMeasured(q, group, hull, config_own_.bits);
-    plan->read_bits = levels.read_bits;
-    const auto codecs = head.index.codecs();
-    plan->tables.resize(codecs.size());
-    for (std::size_t c = 0; c < codecs.size(); ++c) {
-      BuildScanTable({dim, group, config_own_.mean_bits, q, levels.level.data(),
-                      codecs[c].mean_step.data(), codecs[c].weight.data()},
-                     &plan->tables[c]);
-    }
-    scan->tables = plan->tables;
+    if (added > 0) multiplier_ = fit.Fit(config_own_.bits);
   }
 
   const Config config_own_;
-  LayerIndex index_;
-  std::vector<std::unique_ptr<DistortionHull>> plans_;  // [n_layers][n_kv_heads], our read
-  std::vector<HeadPlan> heads_;                         // [n_kv_heads]
-  std::vector<ScanHead> scan_ = std::vector<ScanHead>(heads_.size());
+  const std::vector<double> bits_;  // [n_layers] read bits, or code bits of the published read
+  std::vector<HeadPlan> plans_;     // [n_layers][n_kv_heads], our read
+  double multiplier_ = kNotFitted;  // plan=common
 };
 
 void Check(OptionReader& options) { ReadConfig(options); }
@@ -172,9 +271,12 @@ std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context
 
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
   const Config config = ReadConfig(options);
-  return n_tokens < config.sparse.min
-             ? 0
-             : ShapeOf(config, geometry.head_dim).IndexBytes(n_tokens / kBlockTokens);
+  if (n_tokens < config.sparse.min) return 0;
+  IndexShape shape = config.shape;
+  shape.head_dim = geometry.head_dim;
+  return shape.IndexBytes(n_tokens / kBlockTokens) +
+         ValueMeans::Bytes(geometry.head_dim, config.sparse.residual,
+                           n_tokens / kBlockTokens * kBlockTokens);
 }
 
 }  // namespace

@@ -10,30 +10,32 @@
 
 #include "fathom/method.h"
 #include "fathom/store.h"
+#include "method/head_stats.h"
 
 namespace fathom {
 
 // The index of one KV head with what its plans need.
 struct IndexedHead {
   HeadIndex index;
-  std::vector<double>
-      variance;  // [D] of the indexed coordinates, at build time, first 16 tokens left out
+  HeadStats stats;  // at build time
+};
+
+struct LayerIndexOptions {
+  IndexShape shape;
+  BasisRule basis = BasisRule::kRaw;
+  IndexRules rules;
+  bool abs_stats = false;  // also HeadStats::abs_key and abs_query
 };
 
 class LayerIndex {
  public:
-  enum class BasisRule {
-    kRaw,      // keys as they are
-    kCentred,  // keys minus their mean
-    kKlt,      // centred and rotated
-  };
-
-  LayerIndex(const MethodContext& context, IndexShape shape, BasisRule rule);
+  LayerIndex(const MethodContext& context, LayerIndexOptions options);
 
   // Called for every head whose index grew or was cut, from several threads for different heads.
   using ChangedFn = std::function<void(std::int32_t layer, std::int32_t kv_head)>;
   void set_on_changed(ChangedFn on_changed) { on_changed_ = std::move(on_changed); }
 
+  const IndexShape& shape() const { return options_.shape; }
   bool built(std::int32_t layer) const {
     return built_tokens_[static_cast<std::size_t>(layer)] > 0;
   }
@@ -60,8 +62,7 @@ class LayerIndex {
   }
 
   const MethodContext context_;
-  const IndexShape shape_;
-  const BasisRule rule_;
+  const LayerIndexOptions options_;
   ChangedFn on_changed_;
   std::vector<std::unique_ptr<IndexedHead>>
       heads_;  // [n_layers][n_kv_heads], null before the build

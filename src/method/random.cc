@@ -23,12 +23,12 @@ class RandomMethod final : public SparseMethod {
  protected:
   // A function of seed, layer, length, head and token only, so that runs repeat.
   double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index,
-                    const float* /*q*/, float* scores, std::int64_t stride) override {
+                    const float* /*q*/, const LayerScores& layer_scores) override {
     const std::uint64_t step = Mix(seed_ ^ Mix(static_cast<std::uint64_t>(n_tokens) << 16 ^
                                                static_cast<std::uint64_t>(layer)));
     for (std::int32_t h = 0; h < geometry().n_heads; ++h) {
       const std::uint64_t head = Mix(step + static_cast<std::uint64_t>(h));
-      float* out = scores + h * stride;
+      float* out = layer_scores.scores + h * layer_scores.stride;
       for (std::int64_t i = 0; i < n_index; ++i) {
         out[i] = static_cast<float>(Mix(head + static_cast<std::uint64_t>(i)) >> 40);
       }

@@ -2,14 +2,19 @@
 #include "method/sparse_method.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
+#include <limits>
 #include <utility>
+
+#include "fathom/calibration.h"
 
 namespace fathom {
 namespace {
 
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;  // token indices are 32-bit
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 // At most one struct per KV head and layer; geometry is checked by RowStore.
 template <typename HeadStruct>
@@ -19,29 +24,41 @@ std::vector<HeadStruct>& HeadScratch(std::size_t n) {
   return heads;
 }
 
+// Only grows: warm steps then touch no allocator.
+template <typename T>
+void Grow(std::vector<T>* scratch, std::size_t n) {
+  if (scratch->size() < n) scratch->resize(n);
+}
+
 }  // namespace
 
-SparseConfig ReadSparseConfig(OptionReader& options) {
+SparseConfig ReadSparseConfig(OptionReader& options, const char* residual) {
   SparseConfig config;
   config.k = options.Int("k", config.k, kAlwaysKept + 1, kMaxTokens);
   config.min = options.Int("min", config.min, 0, kMaxTokens);
+  config.dense_layers = static_cast<std::int32_t>(options.Int("dense", 0, 0, 1 << 20));
+  if (residual != nullptr) {
+    const std::string rule = options.Choice("residual", residual, {"off", "mean", "block"});
+    config.residual = rule == "off"    ? ResidualRule::kOff
+                      : rule == "mean" ? ResidualRule::kMean
+                                       : ResidualRule::kBlock;
+  }
   return config;
 }
 
 void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t n_tokens,
                  const float* q, float* out, MethodCounters* counters) {
   const HeadGeometry& geometry = context.rows->geometry();
-  const auto head_floats =
-      static_cast<std::size_t>(geometry.group()) * static_cast<std::size_t>(geometry.head_dim);
+  const std::size_t head_floats = Size(geometry.group()) * Size(geometry.head_dim);
   thread_local std::vector<float> lse;
-  lse.resize(static_cast<std::size_t>(geometry.n_heads));
-  auto& heads = HeadScratch<AttendHead>(static_cast<std::size_t>(geometry.n_kv_heads));
+  lse.resize(Size(geometry.n_heads));
+  auto& heads = HeadScratch<AttendHead>(Size(geometry.n_kv_heads));
   for (std::size_t h = 0; h < heads.size(); ++h) {
     heads[h].rows = context.rows->rows(layer, static_cast<std::int32_t>(h));
     heads[h].q = q + h * head_floats;
     heads[h].n_attended = n_tokens;
     heads[h].out = out + h * head_floats;
-    heads[h].lse = lse.data() + h * static_cast<std::size_t>(geometry.group());
+    heads[h].lse = lse.data() + h * Size(geometry.group());
   }
   counters->rows += n_tokens * geometry.n_kv_heads;
   counters->row_bytes += n_tokens * geometry.n_kv_heads * 4 * geometry.head_dim;
@@ -50,78 +67,312 @@ void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t 
 }
 
 SparseMethod::SparseMethod(const MethodContext& context, SparseConfig config, std::string spec)
-    : context_(context), config_(config), spec_(std::move(spec)) {}
+    : context_(context),
+      config_(config),
+      spec_(std::move(spec)),
+      factor_(Size(n_layers()) * Size(geometry().n_heads)),
+      fitted_(Size(n_layers())),
+      attended_(Size(geometry().n_kv_heads), -1) {
+  if (config_.residual != ResidualRule::kOff) {
+    values_.assign(Size(n_layers()) * Size(geometry().n_kv_heads),
+                   ValueMeans(geometry().head_dim, config_.residual));
+  }
+}
+
+float SparseMethod::scale() const {
+  return 1.0F / std::sqrt(static_cast<float>(geometry().head_dim));
+}
+
+SparseMethod::Step SparseMethod::StepAt(std::int32_t layer, std::int64_t n_tokens) const {
+  const std::int64_t n_index = n_tokens / kBlockTokens * kBlockTokens;
+  return {layer, n_tokens, n_index, std::min(n_index, n_tokens - kWindow),
+          config_.k - kAlwaysKept + ExtraKept()};
+}
+
+bool SparseMethod::IsSparse(const Step& step) const {
+  return step.layer >= config_.dense_layers && step.n_tokens > config_.k &&
+         step.n_tokens >= config_.min && step.last - kSinks > step.keep;
+}
 
 void SparseMethod::Attend(std::int32_t layer, std::int64_t n_tokens, const float* q, float* out) {
   const HeadGeometry& heads = geometry();
   if (layer == 0) ++counters_.steps;
   counters_.calls += heads.n_kv_heads;
-
-  const std::int64_t n_index = n_tokens / kBlockTokens * kBlockTokens;
-  const std::int64_t last = std::min(n_index, n_tokens - kWindow);
-  const bool sparse =
-      n_tokens > config_.k && n_tokens >= config_.min && last - kSinks > config_.k - kAlwaysKept;
-  if (!sparse) {
+  const Step step = StepAt(layer, n_tokens);
+  if (!IsSparse(step)) {
+    std::ranges::fill(attended_, -1);
     AttendDense(context_, layer, n_tokens, q, out, &counters_);
     return;
   }
-
-  const auto n_heads = static_cast<std::size_t>(heads.n_heads);
-  if (scores_.size() < n_heads * static_cast<std::size_t>(n_index)) {
-    scores_.resize(n_heads * static_cast<std::size_t>(n_index + n_index / 4));
+  max_tokens_ = std::max(max_tokens_, n_tokens);
+  ExtendIndex(layer, n_tokens);
+  if (config_.residual != ResidualRule::kOff && fitted_[Size(layer)] == 0) {
+    FitResidual(layer, n_tokens);
   }
-  const auto stride = static_cast<std::int64_t>(scores_.size() / n_heads);
-  const double bits = ScoreLayer(layer, n_tokens, n_index, q, scores_.data(), stride);
+  double bits = 0;
+  SelectStep(step, q, &bits);
   counters_.sparse_calls += heads.n_kv_heads;
   counters_.read_bits += bits;
-  counters_.index_bytes += std::llround(bits * static_cast<double>(n_index) / 8);
-  AttendWinners(layer, n_tokens, last, q, out);
+  counters_.index_bytes += std::llround(bits * static_cast<double>(step.n_index) / 8);
+  for (const std::int64_t n : attended_) {
+    counters_.rows += n;
+    counters_.row_bytes += n * 4 * heads.head_dim;
+  }
+  AttendSelected(step, q, out);
+  if (config_.residual != ResidualRule::kOff) {
+    const float* factor = factor_.data() + Size(layer) * Size(heads.n_heads);
+    if (std::any_of(factor, factor + heads.n_heads, [](float f) { return f != 0.0F; })) {
+      MeasureRest(step, q);
+      AddRest(layer, out);
+    }
+  }
+  Observe(layer, n_tokens, q);
 }
 
-void SparseMethod::AttendWinners(std::int32_t layer, std::int64_t n_tokens, std::int64_t last,
-                                 const float* q, float* out) {
-  const HeadGeometry& heads = geometry();
-  const auto n_kv = static_cast<std::size_t>(heads.n_kv_heads);
-  const auto group = static_cast<std::size_t>(heads.group());
-  const auto dim = static_cast<std::size_t>(heads.head_dim);
-  const auto keep = static_cast<std::size_t>(config_.k - kAlwaysKept);
-  const std::size_t stride = scores_.size() / static_cast<std::size_t>(heads.n_heads);
-  const auto always = static_cast<std::size_t>(n_tokens - last + kSinks);
-  const std::size_t capacity =
-      always + std::min(group * keep, static_cast<std::size_t>(last - kSinks));
+LayerScores SparseMethod::ScoreBuffers() {
+  const auto stride = static_cast<std::int64_t>(scores_.size() / Size(geometry().n_heads));
+  return {scores_.data(), stride, offset_.data(), noise_.data()};
+}
 
-  // Only grow: warm steps then touch no allocator.
-  if (winners_.size() < n_kv * group * keep) winners_.resize(n_kv * group * keep);
-  if (tokens_.size() < n_kv * capacity) {
-    tokens_.resize(n_kv * (capacity + kBlockTokens));
+void SparseMethod::SelectStep(const Step& step, const float* q, double* bits) {
+  const std::size_t n_heads = Size(geometry().n_heads);
+  const std::int64_t indexed = max_tokens_ / kBlockTokens * kBlockTokens;
+  if (scores_.size() < n_heads * Size(indexed)) {
+    scores_.resize(n_heads * Size(indexed + indexed / 4));
+  }
+  offset_.assign(n_heads, 0.0F);
+  noise_.assign(n_heads, 0.0F);
+  *bits = ScoreLayer(step.layer, step.n_tokens, step.n_index, q, ScoreBuffers());
+  if (group_rule() != GroupRule::kPerHead) Share(step);
+  Select(step);
+}
+
+// One score per KV head out of those of its query heads.
+void SparseMethod::Share(const Step& step) {
+  const std::size_t n_kv = Size(geometry().n_kv_heads);
+  const std::size_t group = Size(geometry().group());
+  const std::size_t stride = scores_.size() / (n_kv * group);
+  Grow(&shared_, n_kv * stride);
+  const float s = scale();
+  for (std::size_t kv = 0; kv < n_kv; ++kv) {
+    float* shared = shared_.data() + kv * stride;
+    const bool sum = group_rule() == GroupRule::kSumScores;
+    std::fill_n(shared, Size(step.n_index), sum ? 0.0F : -kInfinity);
+    for (std::size_t h = 0; h < group; ++h) {
+      const float* score = scores_.data() + (kv * group + h) * stride;
+      float shift = 0;
+      if (!sum) {  // log softmax: heads are compared in probability
+        float top = -kInfinity;
+        for (std::int64_t i = 0; i < step.n_index; ++i) {
+          if (std::isfinite(score[i])) top = std::max(top, score[i]);
+        }
+        double total = 0;
+        for (std::int64_t i = 0; i < step.n_index; ++i) {
+          if (std::isfinite(score[i])) total += std::exp((score[i] - top) * s);
+        }
+        shift = top + static_cast<float>(std::log(total)) / s;
+      }
+      for (std::int64_t i = 0; i < step.n_index; ++i) {
+        shared[i] = sum ? shared[i] + score[i] : std::max(shared[i], score[i] - shift);
+      }
+    }
+  }
+}
+
+void SparseMethod::Select(const Step& step) {
+  const HeadGeometry& heads = geometry();
+  const std::size_t n_kv = Size(heads.n_kv_heads);
+  const bool one_set = group_rule() != GroupRule::kPerHead;
+  const std::size_t group = one_set ? 1 : Size(heads.group());
+  const std::size_t keep = Size(step.keep);
+  const std::vector<float>& scores = one_set ? shared_ : scores_;
+  const std::size_t stride = scores_.size() / Size(heads.n_heads);
+  const std::size_t always = Size(step.n_tokens - step.last + kSinks);
+  capacity_ = always + std::min(group * keep, Size(step.last - kSinks));
+
+  Grow(&winners_, n_kv * group * keep);
+  if (tokens_.size() < n_kv * capacity_) {
+    tokens_.resize(n_kv * (capacity_ + kBlockTokens));
     mask_.resize(tokens_.size());
   }
-  attended_.resize(n_kv);
-  lse_.resize(n_kv * group);
-
   auto& select = HeadScratch<SelectHead>(n_kv);
   for (std::size_t h = 0; h < n_kv; ++h) {
-    select[h] = {scores_.data() + h * group * stride, static_cast<std::int64_t>(stride),
-                 winners_.data() + h * group * keep,  tokens_.data() + h * capacity,
-                 mask_.data() + h * capacity,         &attended_[h]};
+    select[h] = {scores.data() + h * group * stride, static_cast<std::int64_t>(stride),
+                 winners_.data() + h * group * keep, tokens_.data() + h * capacity_,
+                 mask_.data() + h * capacity_,       &attended_[h]};
   }
-  context_.backend->Select(
-      {heads.group(), kSinks, last, n_tokens, static_cast<std::int64_t>(keep), select});
-
-  auto& attend = HeadScratch<AttendHead>(n_kv);
+  context_.backend->Select({static_cast<std::int32_t>(group), kSinks, step.last, step.n_tokens,
+                            step.keep, select});
+  if (!one_set) return;
+  const auto everyone = static_cast<std::uint16_t>((1U << heads.group()) - 1);
   for (std::size_t h = 0; h < n_kv; ++h) {
-    attend[h] = {context_.rows->rows(layer, static_cast<std::int32_t>(h)),
-                 q + h * group * dim,
-                 select[h].tokens,
-                 select[h].mask,
-                 attended_[h],
-                 out + h * group * dim,
-                 lse_.data() + h * group};
-    counters_.rows += attended_[h];
-    counters_.row_bytes += attended_[h] * 4 * heads.head_dim;
+    std::fill_n(mask_.data() + h * capacity_, Size(attended_[h]), everyone);
   }
-  context_.backend->Attend(
-      {heads.head_dim, heads.group(), 1.0F / std::sqrt(static_cast<float>(dim)), attend});
+}
+
+void SparseMethod::AttendSelected(const Step& step, const float* q, float* out) {
+  const HeadGeometry& heads = geometry();
+  const std::size_t head_floats = Size(heads.group()) * Size(heads.head_dim);
+  lse_.resize(Size(heads.n_heads));
+  auto& attend = HeadScratch<AttendHead>(Size(heads.n_kv_heads));
+  for (std::size_t h = 0; h < attend.size(); ++h) {
+    attend[h] = {context_.rows->rows(step.layer, static_cast<std::int32_t>(h)),
+                 q + h * head_floats,
+                 tokens_.data() + h * capacity_,
+                 mask_.data() + h * capacity_,
+                 attended_[h],
+                 out + h * head_floats,
+                 lse_.data() + h * Size(heads.group())};
+  }
+  context_.backend->Attend({heads.head_dim, heads.group(), scale(), attend});
+}
+
+// rest_ and rest_mass_: the values of the tokens that a head did not attend, by their estimated
+// mass, in units of what it did attend (its sum of exp). Overwrites the scores of attended tokens.
+void SparseMethod::MeasureRest(const Step& step, const float* q) {
+  const HeadGeometry& heads = geometry();
+  const std::size_t n_heads = Size(heads.n_heads);
+  const std::size_t group = Size(heads.group());
+  const std::size_t stride = scores_.size() / n_heads;
+  const std::size_t n_blocks = Size(step.n_index / kBlockTokens);
+  const std::size_t dim = Size(heads.head_dim);
+  Grow(&mass_, n_heads * n_blocks);
+  shift_.resize(n_heads);
+  rest_.resize(n_heads * dim);
+  rest_mass_.resize(n_heads);
+  SelectedLse(step.layer, step.n_tokens, q, ScoreBuffers(), lse_);
+  for (std::size_t h = 0; h < n_heads; ++h) {
+    shift_[h] = lse_[h] - offset_[h] * scale() - noise_[h] * scale() * scale() / 2;
+  }
+  auto& mass = HeadScratch<MassHead>(Size(heads.n_kv_heads));
+  for (std::size_t kv = 0; kv < mass.size(); ++kv) {
+    float* scores = scores_.data() + kv * group * stride;
+    for (std::size_t t = 0; t < Size(attended_[kv]); ++t) {
+      const std::size_t token = Size(tokens_[kv * capacity_ + t]);
+      if (token >= Size(step.n_index)) break;
+      for (unsigned bits = mask_[kv * capacity_ + t]; bits != 0; bits &= bits - 1) {
+        scores[Size(__builtin_ctz(bits)) * stride + token] = -kInfinity;
+      }
+    }
+    mass[kv] = {scores, static_cast<std::int64_t>(stride), shift_.data() + kv * group,
+                mass_.data() + kv * group * n_blocks};
+  }
+  context_.backend->Mass(
+      {heads.group(), static_cast<std::int64_t>(n_blocks), scale(), mass});
+  for (std::size_t h = 0; h < n_heads; ++h) {
+    ValueMeans& values = values_[Size(step.layer) * mass.size() + h / group];
+    if (h % group == 0) {
+      values.MoveTo(context_.rows->rows(step.layer, static_cast<std::int32_t>(h / group)),
+                    step.n_index, fixed_residual() ? 0 : kSinks);
+    }
+    const std::span<const float> blocks(mass_.data() + h * n_blocks, n_blocks);
+    double sum = 0;
+    for (const float m : blocks) sum += m;
+    rest_mass_[h] = static_cast<float>(sum);
+    values.Weigh(blocks, rest_.data() + h * dim);
+  }
+}
+
+void SparseMethod::AddRest(std::int32_t layer, float* out) {
+  const std::size_t n_heads = Size(geometry().n_heads);
+  const std::size_t dim = Size(geometry().head_dim);
+  for (std::size_t h = 0; h < n_heads; ++h, out += dim) {
+    const float factor = factor_[Size(layer) * n_heads + h];
+    const float weight = 1.0F / (1.0F + factor * rest_mass_[h]);
+    // An estimate that is no number must not spoil what was attended exactly.
+    if (factor == 0.0F || !(weight > 0.0F)) continue;
+    for (std::size_t d = 0; d < dim; ++d) {
+      out[d] = (out[d] + factor * rest_[h * dim + d]) * weight;
+    }
+  }
+}
+
+void SparseMethod::SampleResidual(const Step& step, const float* q,
+                                  std::vector<std::vector<ResidualSample>>* samples) {
+  const std::size_t dim = Size(geometry().head_dim);
+  std::vector<float> out(samples->size() * dim), dense(out.size());
+  double bits = 0;
+  SelectStep(step, q, &bits);
+  AttendSelected(step, q, out.data());
+  MeasureRest(step, q);
+  MethodCounters not_counted;
+  AttendDense(context_, step.layer, step.n_tokens, q, dense.data(), &not_counted);
+  for (std::size_t h = 0; h < samples->size(); ++h) {
+    const auto part = [&](const std::vector<float>& all) {
+      const auto begin = all.begin() + static_cast<std::ptrdiff_t>(h * dim);
+      return std::vector<float>(begin, begin + static_cast<std::ptrdiff_t>(dim));
+    };
+    (*samples)[h].push_back({part(out), part(rest_), rest_mass_[h], part(dense)});
+  }
+}
+
+// Fits the factors of a layer on the last queries of the prefill. Without queries they stay 0.
+void SparseMethod::FitResidual(std::int32_t layer, std::int64_t n_tokens) {
+  const std::size_t n_heads = Size(geometry().n_heads);
+  const auto factor = factor_.begin() + static_cast<std::ptrdiff_t>(Size(layer) * n_heads);
+  fitted_[Size(layer)] = 1;
+  fitted_tokens_ = std::max(fitted_tokens_, n_tokens);
+  if (fixed_residual()) {
+    std::fill_n(factor, n_heads, 1.0F);
+    return;
+  }
+  if (context_.calibration != nullptr) {
+    const auto found = context_.calibration->residual.find(spec_);
+    if (found != context_.calibration->residual.end()) {
+      std::copy_n(found->second.begin() + static_cast<std::ptrdiff_t>(Size(layer) * n_heads),
+                  n_heads, factor);
+      return;
+    }
+  }
+  std::fill_n(factor, n_heads, 0.0F);
+  if (context_.queries == nullptr) return;
+  const QuerySamples& recent = (*context_.queries)[Size(layer)].recent;
+  std::vector<std::vector<ResidualSample>> samples(n_heads);
+  for (std::int64_t i = 0; i < recent.size(); ++i) {
+    const Step step = StepAt(layer, recent.positions()[Size(i)] + 1);
+    if (step.n_tokens > n_tokens || !IsSparse(step)) continue;
+    SampleResidual(step, recent.query(i), &samples);
+  }
+  std::transform(samples.begin(), samples.end(), factor,
+                 [](const auto& of_head) { return FitResidualFactor(of_head); });
+}
+
+void SparseMethod::BuildIndex(std::int64_t n_tokens) {
+  if (n_tokens < config_.min || n_tokens < kBlockTokens) return;
+  max_tokens_ = std::max(max_tokens_, n_tokens);
+  BuildAll(n_tokens);
+  if (config_.residual == ResidualRule::kOff) return;
+  for (std::int32_t layer = config_.dense_layers; layer < n_layers(); ++layer) {
+    if (fitted_[Size(layer)] != 0) continue;
+    ExtendIndex(layer, n_tokens);
+    FitResidual(layer, n_tokens);
+  }
+}
+
+void SparseMethod::Truncate(std::int64_t n_tokens) {
+  TruncateIndex(n_tokens);
+  std::ranges::fill(attended_, -1);
+  max_tokens_ = std::min(max_tokens_, n_tokens);
+  for (ValueMeans& values : values_) {
+    if (values.n_tokens() > n_tokens) values.Clear();
+  }
+  if (n_tokens < fitted_tokens_) {
+    std::ranges::fill(fitted_, 0);
+    fitted_tokens_ = 0;
+  }
+}
+
+std::int64_t SparseMethod::MemoryBytes() const {
+  std::int64_t bytes = IndexMemory();
+  for (const ValueMeans& values : values_) bytes += values.MemoryBytes();
+  return bytes;
+}
+
+AttendedTokens SparseMethod::attended(std::int32_t kv_head) const {
+  const std::int64_t n = attended_[Size(kv_head)];
+  if (n < 0) return {};
+  const std::size_t first = Size(kv_head) * capacity_;
+  return {{tokens_.data() + first, Size(n)}, {mask_.data() + first, Size(n)}};
 }
 
 }  // namespace fathom

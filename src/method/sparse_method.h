@@ -1,15 +1,18 @@
 // SPDX-License-Identifier: MIT
 // The protocol that all scanning methods share (design section 5), so that a method is only its
 // scores: which tokens are candidates, what is always kept, when decode is dense, how winners are
-// chosen and attended, and how bytes are counted.
+// chosen and attended, what the residual adds, and how bytes are counted.
 #pragma once
 
 #include <cstdint>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "fathom/method.h"
 #include "method/options.h"
+#include "method/residual.h"
 
 namespace fathom {
 
@@ -17,12 +20,34 @@ namespace fathom {
 struct SparseConfig {
   std::int64_t k = 512;     // tokens attended per query head, sinks and window included
   std::int64_t min = 1024;  // shorter sessions decode densely
+  std::int32_t dense_layers = 0;  // the first layers that decode densely
+  ResidualRule residual = ResidualRule::kOff;
 };
-SparseConfig ReadSparseConfig(OptionReader& options);
+// residual: the default of a method whose scores estimate q.k, or null where the residual makes no
+// sense, which then is not an option.
+SparseConfig ReadSparseConfig(OptionReader& options, const char* residual = nullptr);
 
 // Dense attention over all rows of one layer; counts the rows.
 void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t n_tokens,
                  const float* q, float* out, MethodCounters* counters);
+
+// How the heads of a group choose. Per query head unless an author says otherwise.
+enum class GroupRule {
+  kPerHead,     // each head its own winners; the rows fetched are the union
+  kSumScores,   // one set: the best sums of the heads' scores (SparQ)
+  kMaxSoftmax,  // one set: the best of the heads' largest softmax (ShadowKV)
+};
+
+// What a method writes for one layer and query position. Scores are in units of q.k, before
+// 1/sqrt(D).
+struct LayerScores {
+  float* scores = nullptr;  // [n_heads][stride]
+  std::int64_t stride = 0;  // at least the tokens of the index
+  // For the residual, zeros unless set: the true score is estimated as score + offset, with an error
+  // of variance `noise`.
+  float* offset = nullptr;  // [n_heads]
+  float* noise = nullptr;   // [n_heads]
+};
 
 class SparseMethod : public Method {
  public:
@@ -30,36 +55,88 @@ class SparseMethod : public Method {
 
   std::string spec() const final { return spec_; }
   void Attend(std::int32_t layer, std::int64_t n_tokens, const float* q, float* out) final;
-  // For methods without an index of their own; the others override all three.
-  void BuildIndex(std::int64_t /*n_tokens*/) override {}
-  void Truncate(std::int64_t /*n_tokens*/) override {}
-  std::int64_t MemoryBytes() const override { return 0; }
+  void BuildIndex(std::int64_t n_tokens) final;
+  void Truncate(std::int64_t n_tokens) final;
+  std::int64_t MemoryBytes() const final;
+  AttendedTokens attended(std::int32_t kv_head) const final;
 
  protected:
-  // Scores of tokens 0 .. n_index - 1 of the layer for all query heads, written to scores
-  // [n_heads][stride]; n_index is a whole number of blocks. Returns the read bits per token, summed
-  // over the KV heads.
+  // Scores of tokens 0 .. n_index - 1 of the layer for all query heads; n_index is a whole number of
+  // blocks. Scores of further indexed tokens may be written as well. Returns the read bits per
+  // token, summed over the KV heads.
   virtual double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index,
-                            const float* q, float* scores, std::int64_t stride) = 0;
+                            const float* q, const LayerScores& out) = 0;
+
+  // The index, for methods that have one. ExtendIndex makes it where there is none.
+  virtual void BuildAll(std::int64_t /*n_tokens*/) {}
+  virtual void ExtendIndex(std::int32_t /*layer*/, std::int64_t /*n_tokens*/) {}
+  virtual void TruncateIndex(std::int64_t /*n_tokens*/) {}
+  virtual std::int64_t IndexMemory() const { return 0; }
+
+  virtual GroupRule group_rule() const { return GroupRule::kPerHead; }
+  // Tokens attended per query head beside k: a method gives those of its own choice the score
+  // infinity (ShadowKV's outliers).
+  virtual std::int64_t ExtraKept() const { return 0; }
+  // After a sparse step, when attended() tells what was attended (H2O's eviction).
+  virtual void Observe(std::int32_t /*layer*/, std::int64_t /*n_tokens*/, const float* /*q*/) {}
+  // True where the residual is the author's reallocation: the factor is 1 and never fitted, and
+  // sinks count in the mean value (SparQ).
+  virtual bool fixed_residual() const { return false; }
+  // lse: [n_heads] log of the sum of exp over what each head attended, exactly; the rest's mass is
+  // measured by it. An author who takes the estimate for both overwrites it (SparQ).
+  virtual void SelectedLse(std::int32_t /*layer*/, std::int64_t /*n_tokens*/, const float* /*q*/,
+                           const LayerScores& /*scores*/, std::span<float> /*lse*/) {}
 
   const HeadGeometry& geometry() const { return context_.rows->geometry(); }
   std::int32_t n_layers() const { return context_.rows->n_layers(); }
+  float scale() const;
 
   const MethodContext context_;
   const SparseConfig config_;
 
  private:
-  void AttendWinners(std::int32_t layer, std::int64_t n_tokens, std::int64_t last, const float* q,
-                     float* out);
+  struct Step {
+    std::int32_t layer;
+    std::int64_t n_tokens;  // visible
+    std::int64_t n_index;   // of those, in finished blocks
+    std::int64_t last;      // candidates end here
+    std::int64_t keep;      // winners per query head
+  };
+  Step StepAt(std::int32_t layer, std::int64_t n_tokens) const;
+  bool IsSparse(const Step& step) const;
+  void SelectStep(const Step& step, const float* q, double* bits);
+  void Share(const Step& step);
+  void Select(const Step& step);
+  void AttendSelected(const Step& step, const float* q, float* out);
+  LayerScores ScoreBuffers();
+  void MeasureRest(const Step& step, const float* q);
+  void AddRest(std::int32_t layer, float* out);
+  void FitResidual(std::int32_t layer, std::int64_t n_tokens);
+  void SampleResidual(const Step& step, const float* q,
+                      std::vector<std::vector<ResidualSample>>* samples);
 
   const std::string spec_;
+  std::int64_t max_tokens_ = 0;  // most tokens an index can hold now
+  // Residual: factors [n_layers][n_heads], which layers have been fitted, mean values
+  // [n_layers][n_kv_heads].
+  std::vector<float> factor_;
+  std::vector<char> fitted_;
+  std::int64_t fitted_tokens_ = 0;
+  std::vector<ValueMeans> values_;
   // Scratch, grown with the session and kept: nothing is allocated in a warm step.
   std::vector<float> scores_;           // [n_heads][stride]
+  std::vector<float> shared_;           // [n_kv_heads][stride]
+  std::vector<float> offset_, noise_;   // [n_heads]
   std::vector<std::int32_t> winners_;   // [n_heads][keep]
   std::vector<std::int32_t> tokens_;    // [n_kv_heads][capacity]
   std::vector<std::uint16_t> mask_;     // [n_kv_heads][capacity]
-  std::vector<std::int64_t> attended_;  // [n_kv_heads]
+  std::vector<std::int64_t> attended_;  // [n_kv_heads]; -1 after a dense step
+  std::size_t capacity_ = 0;
   std::vector<float> lse_;              // [n_heads]
+  std::vector<float> shift_;            // [n_heads]
+  std::vector<float> mass_;             // [n_heads][n_index / 64]
+  std::vector<float> rest_;             // [n_heads][D]
+  std::vector<float> rest_mass_;        // [n_heads]
 };
 
 }  // namespace fathom

@@ -88,6 +88,14 @@ std::vector<float> FitRanges(BlockReader& reader, std::int64_t first, std::int64
   return range;
 }
 
+// What the block's bits are worth: the scale that Pack stored in the paper codec, else 1, since the
+// mean codec's weights hold the step.
+double BitScale(const PackArgs& args, std::int32_t channel) {
+  if (args.codec == Codec::kMean) return 1.0;
+  const auto* scales = reinterpret_cast<const Half*>(args.side);
+  return HalfToFloat(scales[Size(channel) * Size(args.segment_blocks) + Size(args.block)]);
+}
+
 // The mean that Pack stored for a channel of a block.
 int StoredMean(const PackArgs& args, std::int32_t channel) {
   const std::size_t row = layout::SideRowBytes(Codec::kMean, args.mean_bits, args.segment_blocks);
@@ -120,7 +128,10 @@ void CodecSums::AddBlock(const PackArgs& args) {
   for (std::size_t j = 0; j < dim; ++j) {
     Channel& c = channels_[j];
     const auto channel = static_cast<std::int32_t>(j);
-    const float mean = static_cast<float>(StoredMean(args, channel)) * args.mean_step[j];
+    const float mean = args.codec == Codec::kMean
+                           ? static_cast<float>(StoredMean(args, channel)) * args.mean_step[j]
+                           : 0.0F;
+    const double scale = BitScale(args, channel);
     std::array<std::uint64_t, kPlanes> word;
     for (int p = 0; p < kPlanes; ++p) {
       word[static_cast<std::size_t>(p)] =
@@ -140,37 +151,37 @@ void CodecSums::AddBlock(const PackArgs& args) {
     }
     c.xx += xx;
     c.yy += yy;
+    c.square += scale * scale * kBlockTokens;
     for (std::size_t p = 0; p < kPlanes; ++p) {
-      c.right[p] += right[p];
+      c.right[p] += scale * right[p];
       for (std::size_t q = p + 1; q < kPlanes; ++q) {
         const int differ = std::popcount(word[p] ^ word[q]);
-        c.cross[Pair(static_cast<int>(p), static_cast<int>(q))] += kBlockTokens - 2 * differ;
+        c.cross[Pair(static_cast<int>(p), static_cast<int>(q))] +=
+            scale * scale * (kBlockTokens - 2 * differ);
       }
     }
   }
-  n_tokens_ += kBlockTokens;
 }
 
 void CodecSums::Merge(const CodecSums& other) {
   assert(channels_.size() == other.channels_.size());
-  n_tokens_ += other.n_tokens_;
   for (std::size_t j = 0; j < channels_.size(); ++j) {
     Channel& c = channels_[j];
     const Channel& o = other.channels_[j];
     c.xx += o.xx;
     c.yy += o.yy;
+    c.square += o.square;
     for (std::size_t p = 0; p < c.right.size(); ++p) c.right[p] += o.right[p];
     for (std::size_t p = 0; p < c.cross.size(); ++p) c.cross[p] += o.cross[p];
   }
 }
 
-double CodecSums::Gram(const Channel& c, int p, int q) const {
-  if (p == q) return static_cast<double>(n_tokens_);
+double CodecSums::Gram(const Channel& c, int p, int q) {
+  if (p == q) return c.square;
   return c.cross[Pair(std::min(p, q), std::max(p, q))];
 }
 
 std::vector<float> CodecSums::FitWeights() const {
-  assert(n_tokens_ > 0);
   using Matrix = Eigen::Matrix<double, Eigen::Dynamic, Eigen::Dynamic, 0, kPlanes, kPlanes>;
   using Vector = Eigen::Matrix<double, Eigen::Dynamic, 1, 0, kPlanes, 1>;
   std::vector<float> weight(channels_.size() * kPlanes * kPlanes);
@@ -216,6 +227,17 @@ std::vector<double> CodecSums::Errors(const std::vector<float>& weight) const {
   return errors;
 }
 
+std::vector<float> CentreWeights(const std::vector<float>& ranges) {
+  std::vector<float> weight(ranges.size() * kPlanes * kPlanes);
+  float* out = weight.data();
+  for (const float range : ranges) {
+    for (int t = 1; t <= kPlanes; ++t, out += kPlanes) {
+      for (int p = 0; p < t; ++p) out[p] = std::ldexp(range, -(p + 1));
+    }
+  }
+  return weight;
+}
+
 MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
                    const IndexShape& shape) {
   assert(n_blocks > 0);
@@ -227,8 +249,12 @@ MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_block
 }
 
 MeanCodec FitCodec(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape, const Backend& backend) {
+                   const IndexShape& shape, Decoders decoders, const Backend& backend) {
   MeanCodec codec = FitSteps(reader, first, n_blocks, shape);
+  if (decoders == Decoders::kCentre) {
+    codec.weight = CentreWeights(codec.range);
+    return codec;
+  }
   constexpr std::int32_t kScratchBlocks = 2;  // the smallest segment; only its first block is used
   const std::size_t plane_bytes = layout::PlaneBytes(shape.head_dim, kScratchBlocks);
   AlignedBuffer scratch(plane_bytes + layout::SideBytes(Codec::kMean, shape.head_dim,

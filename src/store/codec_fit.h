@@ -30,8 +30,8 @@ class BlockReader {
 };
 
 // Sums over packed blocks of one codec from which its decoders and distortions follow, per channel,
-// in double. With sigma_p the bipolar bits of the 4-bit code: every decoder is linear in them, so
-// no second pass over the keys is needed.
+// in double. With sigma_p the bipolar bits of the 4-bit code, times the block's scale in the paper
+// codec: every decoder is linear in them, so no second pass over the keys is needed.
 class CodecSums {
  public:
   CodecSums() = default;
@@ -51,16 +51,19 @@ class CodecSums {
  private:
   struct Channel {
     double xx = 0;                                          // sum x^2
-    double yy = 0;                                          // sum y^2, y = x - quantized block mean
+    double yy = 0;  // sum y^2, y = x - quantized block mean (x in the paper codec)
+    double square = 0;                                      // sum sigma_p^2, the same for all p
     std::array<double, kPlanes> right{};                    // sum sigma_p y
     std::array<double, kPlanes*(kPlanes - 1) / 2> cross{};  // sum sigma_p sigma_q, p < q, see Pair
   };
 
-  double Gram(const Channel& c, int p, int q) const;
+  static double Gram(const Channel& c, int p, int q);
 
-  std::int64_t n_tokens_ = 0;
   std::vector<Channel> channels_;
 };
+
+// Weights [D][4][4] of cell centres: ranges[j] * 2^-(p+1) for bit p, whatever the number of planes.
+std::vector<float> CentreWeights(const std::vector<float>& ranges);
 
 // Frozen steps of blocks first .. first + n_blocks - 1; weights are left empty. Requires n_blocks >
 // 0.
@@ -69,6 +72,6 @@ MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_block
 
 // Steps and decoders of these blocks. They are packed into scratch memory only.
 MeanCodec FitCodec(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape, const Backend& backend);
+                   const IndexShape& shape, Decoders decoders, const Backend& backend);
 
 }  // namespace fathom

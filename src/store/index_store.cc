@@ -33,30 +33,45 @@ struct HeadIndex::Segment {
   std::vector<double> errors;  // [kLevels][D] summed squared errors; of closed segments only
 };
 
-HeadIndex::HeadIndex(IndexShape shape, Basis basis) : shape_(shape), basis_(std::move(basis)) {
+HeadIndex::HeadIndex(IndexShape shape, Basis basis, IndexRules rules)
+    : shape_(shape), basis_(std::move(basis)), rules_(rules) {
   assert(shape_.head_dim > 0 && shape_.head_dim <= kMaxHeadDim && shape_.head_dim % 16 == 0);
   assert(shape_.segment_blocks > 0 && shape_.segment_blocks % 2 == 0);
   assert(shape_.codec == Codec::kPaper || shape_.mean_bits == 4 || shape_.mean_bits == 8);
   assert(basis_.dim == shape_.head_dim);
+  if (shape_.codec == Codec::kPaper && tracks()) {
+    cell_weight_ =
+        CentreWeights(std::vector<float>(static_cast<std::size_t>(shape_.head_dim), 1.0F));
+  }
 }
 
 HeadIndex::~HeadIndex() = default;
 HeadIndex::HeadIndex(HeadIndex&&) noexcept = default;
 HeadIndex& HeadIndex::operator=(HeadIndex&&) noexcept = default;
 
-void HeadIndex::Build(const Half* rows, std::int64_t n_blocks, const Backend& backend) {
+void HeadIndex::Build(const Half* rows, std::int64_t n_blocks, const Backend& backend,
+                      const MeanCodec* codec) {
   assert(n_blocks_ == 0 && n_blocks > 0);
+  const bool fit = shape_.codec == Codec::kMean && codec == nullptr;
   try {
-    if (shape_.codec == Codec::kMean) {
+    if (fit) {
       BlockReader reader(rows, basis_);
       codecs_.push_back(FitSteps(reader, 0, n_blocks, shape_));
+    } else if (shape_.codec == Codec::kMean) {
+      codecs_.push_back(*codec);
+      if (rules_.decoders == Decoders::kCentre) codecs_[0].weight = CentreWeights(codec->range);
     }
     PackBlocks(rows, n_blocks, backend, /*building=*/true);
-    if (shape_.codec == Codec::kMean) {
+    if (fit && rules_.decoders == Decoders::kCentre) {
+      codecs_[0].weight = CentreWeights(codecs_[0].range);
+    } else if (fit) {
       CodecSums all(shape_.head_dim);
       for (const Segment& segment : segments_) all.Merge(segment.sums);
       codecs_[0].weight = all.FitWeights();
-      closed_errors_.resize(static_cast<std::size_t>(kLevels) * codecs_[0].range.size());
+    }
+    if (tracks()) {
+      closed_errors_.resize(static_cast<std::size_t>(kLevels) *
+                            static_cast<std::size_t>(shape_.head_dim));
       for (std::size_t s = 0; s + 1 < segments_.size(); ++s) CloseSegment(s, SegmentErrors(s));
     }
   } catch (...) {  // out of memory: nothing half-made stays behind
@@ -75,15 +90,15 @@ void HeadIndex::PackBlocks(const Half* rows, std::int64_t n_blocks, const Backen
   BlockReader reader(rows, basis_);
   while (n_blocks_ < n_blocks) {
     if (n_blocks_ % shape_.segment_blocks == 0) {
-      if (building || shape_.codec == Codec::kPaper) {
+      if (building || segments_.empty()) {
         AddSegment(0);
       } else {
-        AddFittedSegment(reader, backend);
+        AddNextSegment(reader, backend);
       }
     }
     const PackArgs args = BlockArgs(views_.back().n_blocks, reader.Load(n_blocks_));
     backend.Pack(args);
-    if (shape_.codec == Codec::kMean) segments_.back().sums.AddBlock(args);
+    if (tracks()) segments_.back().sums.AddBlock(args);
     ++views_.back().n_blocks;
     ++n_blocks_;
   }
@@ -92,7 +107,7 @@ void HeadIndex::PackBlocks(const Half* rows, std::int64_t n_blocks, const Backen
 void HeadIndex::AddSegment(std::int32_t table) {
   Segment segment;
   segment.bytes = AlignedBuffer(static_cast<std::size_t>(shape_.SegmentBytes()));
-  if (shape_.codec == Codec::kMean) segment.sums = CodecSums(shape_.head_dim);
+  if (tracks()) segment.sums = CodecSums(shape_.head_dim);
   const std::size_t plane_bytes = layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks);
   SegmentView view;
   view.planes = segment.bytes.as<std::uint64_t>();
@@ -103,22 +118,32 @@ void HeadIndex::AddSegment(std::int32_t table) {
   views_.push_back(view);
 }
 
-// Closes the last segment, which is full, and adds one with a codec fitted on it. All that can fail
-// comes first.
-void HeadIndex::AddFittedSegment(BlockReader& reader, const Backend& backend) {
+// Closes the last segment, which is full, and adds one; with the mean codec, one with a codec fitted
+// on the last. All that can fail comes first.
+void HeadIndex::AddNextSegment(BlockReader& reader, const Backend& backend) {
   const std::size_t last = segments_.size() - 1;
-  MeanCodec codec =
-      FitCodec(reader, n_blocks_ - shape_.segment_blocks, shape_.segment_blocks, shape_, backend);
-  std::vector<double> errors = SegmentErrors(last);
-  closed_errors_.resize(errors.size());
-  codecs_.reserve(codecs_.size() + 1);
-  AddSegment(static_cast<std::int32_t>(codecs_.size()));
-  codecs_.push_back(std::move(codec));
-  CloseSegment(last, std::move(errors));
+  std::vector<double> errors;
+  if (tracks()) {
+    errors = SegmentErrors(last);
+    closed_errors_.resize(errors.size());
+  }
+  if (shape_.codec == Codec::kMean) {
+    MeanCodec codec = FitCodec(reader, n_blocks_ - shape_.segment_blocks, shape_.segment_blocks,
+                               shape_, rules_.decoders, backend);
+    codecs_.reserve(codecs_.size() + 1);
+    AddSegment(static_cast<std::int32_t>(codecs_.size()));
+    codecs_.push_back(std::move(codec));
+  } else {
+    AddSegment(0);
+  }
+  if (tracks()) CloseSegment(last, std::move(errors));
 }
 
 std::vector<double> HeadIndex::SegmentErrors(std::size_t s) const {
-  return segments_[s].sums.Errors(codecs_[static_cast<std::size_t>(views_[s].table)].weight);
+  const std::vector<float>& weight =
+      shape_.codec == Codec::kMean ? codecs_[static_cast<std::size_t>(views_[s].table)].weight
+                                   : cell_weight_;
+  return segments_[s].sums.Errors(weight);
 }
 
 // Keeps the errors of a segment that will get no more blocks, and no longer its sums.
@@ -157,8 +182,8 @@ void HeadIndex::Truncate(const Half* rows, std::int64_t n_blocks) {
   views_.erase(views_.begin() + last + 1, views_.end());
   views_.back().n_blocks = static_cast<std::int32_t>(n_blocks - last * shape_.segment_blocks);
   n_blocks_ = n_blocks;
-  if (shape_.codec != Codec::kMean) return;
-  codecs_.erase(codecs_.begin() + views_.back().table + 1, codecs_.end());
+  if (!tracks()) return;
+  if (shape_.codec == Codec::kMean) codecs_.erase(codecs_.begin() + views_.back().table + 1, codecs_.end());
   Segment& open = segments_.back();
   open.errors.clear();
   open.sums = CodecSums(shape_.head_dim);
@@ -179,7 +204,7 @@ void HeadIndex::Clear() {
 }
 
 std::vector<double> HeadIndex::Distortions() const {
-  assert(shape_.codec == Codec::kMean && n_blocks_ > 0);
+  assert(tracks() && n_blocks_ > 0);
   std::vector<double> total = SegmentErrors(segments_.size() - 1);
   if (!closed_errors_.empty()) AddTo(total, closed_errors_);
   for (double& x : total) x /= static_cast<double>(n_tokens());

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: MIT
+// Methods that scan bit planes: they differ in how many planes of which channel a query reads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "method/layer_index.h"
+#include "method/sparse_method.h"
+
+namespace fathom {
+
+// What one KV head reads in the current step; kept between steps for its memory.
+struct HeadRead {
+  std::vector<float> q;             // [group][D] in the index's basis; a plan may change them
+  std::vector<std::uint8_t> depth;  // [D] planes read (paper codec)
+  std::vector<ScanTable> tables;    // one per codec of the index (mean codec)
+  std::vector<float> noise;         // [group] variance of the scores' error, zeros where unknown
+  double read_bits = 0;
+};
+
+// `basis=` as all scanning methods take it. Without a map, keys are centred or not.
+BasisRule ReadBasis(OptionReader& options, std::string_view fallback, bool centre_raw);
+
+class PlaneMethod : public SparseMethod {
+ public:
+  PlaneMethod(const MethodContext& context, SparseConfig config, LayerIndexOptions index,
+              std::string spec);
+
+ protected:
+  // Fills depth or tables, and read_bits, from read->q. Called for different KV heads from several
+  // threads.
+  virtual void PlanHead(std::int32_t layer, std::int32_t kv_head, HeadRead* read) = 0;
+
+  double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index, const float* q,
+                    const LayerScores& out) override;
+  void BuildAll(std::int64_t n_tokens) override { index_.BuildAll(n_tokens); }
+  void ExtendIndex(std::int32_t layer, std::int64_t n_tokens) override {
+    index_.Extend(layer, n_tokens);
+  }
+  void TruncateIndex(std::int64_t n_tokens) override { index_.Truncate(n_tokens); }
+  std::int64_t IndexMemory() const override { return index_.MemoryBytes(); }
+
+  LayerIndex& index() { return index_; }
+
+ private:
+  LayerIndex index_;
+  std::vector<HeadRead> reads_;   // [n_kv_heads]
+  std::vector<ScanHead> scan_;    // [n_kv_heads]
+};
+
+}  // namespace fathom

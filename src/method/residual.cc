@@ -1,0 +1,96 @@
+// SPDX-License-Identifier: MIT
+#include "method/residual.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cmath>
+#include <limits>
+
+#include "base/half.h"
+
+namespace fathom {
+namespace {
+
+std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+}  // namespace
+
+void ValueMeans::MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t skip) {
+  assert(n_tokens % kBlockTokens == 0 && skip < kBlockTokens);
+  skip_ = skip;
+  if (n_tokens < n_tokens_) Clear();
+  const std::size_t dim = Size(dim_);
+  total_.resize(dim);
+  std::vector<float> mean(dim);
+  std::vector<float> value(dim);
+  std::vector<double> sum(dim);
+  for (; n_tokens_ < n_tokens; n_tokens_ += kBlockTokens) {
+    const std::int64_t counted = n_tokens_ == 0 ? kBlockTokens - skip : kBlockTokens;
+    std::ranges::fill(sum, 0.0);
+    for (std::int64_t i = kBlockTokens - counted; i < kBlockTokens; ++i) {
+      ConvertHalfToFloat(rows + (n_tokens_ + i) * 2 * dim_ + dim_, dim_, value.data());
+      for (std::size_t d = 0; d < dim; ++d) sum[d] += value[d];
+    }
+    for (std::size_t d = 0; d < dim; ++d) total_[d] += sum[d];
+    if (rule_ != ResidualRule::kBlock) continue;
+    for (std::size_t d = 0; d < dim; ++d) {
+      mean[d] = static_cast<float>(sum[d] / static_cast<double>(counted));
+    }
+    block_mean_.resize(block_mean_.size() + dim);
+    ConvertFloatToHalf(mean.data(), dim_, block_mean_.data() + block_mean_.size() - dim);
+  }
+}
+
+void ValueMeans::Clear() {
+  n_tokens_ = 0;
+  block_mean_.clear();
+  std::ranges::fill(total_, 0.0);
+}
+
+void ValueMeans::Weigh(std::span<const float> mass, float* out) const {
+  assert(Size(n_tokens_ / kBlockTokens) == mass.size());
+  const std::size_t dim = Size(dim_);
+  if (rule_ == ResidualRule::kBlock) {
+    std::fill_n(out, dim, 0.0F);
+    std::vector<float> mean(dim);
+    for (std::size_t b = 0; b < mass.size(); ++b) {
+      if (mass[b] == 0.0F) continue;
+      ConvertHalfToFloat(block_mean_.data() + b * dim, dim_, mean.data());
+      for (std::size_t d = 0; d < dim; ++d) out[d] += mass[b] * mean[d];
+    }
+    return;
+  }
+  double sum = 0;
+  for (const float m : mass) sum += m;
+  const double scale = sum / static_cast<double>(std::max<std::int64_t>(n_tokens_ - skip_, 1));
+  for (std::size_t d = 0; d < dim; ++d) out[d] = static_cast<float>(scale * total_[d]);
+}
+
+float FitResidualFactor(std::span<const ResidualSample> samples) {
+  constexpr int kSteps = 24;
+  constexpr double kLargest = 1.2;
+  float best_factor = 0;
+  double best = std::numeric_limits<double>::infinity();
+  for (int step = 0; step <= kSteps; ++step) {
+    const double factor = kLargest * step / kSteps;
+    double total = 0;
+    for (const ResidualSample& s : samples) {
+      const double weight = 1.0 / (1.0 + factor * s.mass);
+      double error = 0, norm = 0;
+      for (std::size_t d = 0; d < s.out.size(); ++d) {
+        const double x = (s.out[d] + factor * s.rest[d]) * weight - s.dense[d];
+        error += x * x;
+        norm += static_cast<double>(s.dense[d]) * s.dense[d];
+      }
+      if (norm > 0) total += std::sqrt(error / norm);
+    }
+    // A NaN total is never better; equal ones keep the smaller factor.
+    if (total < best) {
+      best = total;
+      best_factor = static_cast<float>(factor);
+    }
+  }
+  return best_factor;
+}
+
+}  // namespace fathom

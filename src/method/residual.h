@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT
+// The residual mass (design 3.1 point 5): what the tokens that were not fetched add to attention,
+// estimated from the scan's own scores. A stage after selection, the same for every method whose
+// scores estimate q.k.
+//
+//   out = (sum_winners w_i v_i + a_h sum_rest m_i v) / (sum_winners w_i + a_h sum_rest m_i)
+//
+// with m_i = exp(estimated score + noise/2) and v the mean value of the session (`mean`) or of the
+// token's block (`block`). a_h is fitted per query head on a few queries at the end of the prefill,
+// against dense attention.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "fathom/store.h"
+
+namespace fathom {
+
+enum class ResidualRule : std::uint8_t { kOff, kMean, kBlock };
+
+// Mean values of one KV head's finished blocks: of all blocks together and, for
+// ResidualRule::kBlock, of each, in fp16.
+class ValueMeans {
+ public:
+  ValueMeans(std::int32_t head_dim, ResidualRule rule) : dim_(head_dim), rule_(rule) {}
+
+  // Makes the means those of tokens skip .. n_tokens - 1; n_tokens is a whole number of blocks and
+  // skip (the sinks) always the same. Reads the rows of blocks that are new, or of all when it goes
+  // back. rows: [..][2][D].
+  void MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t skip);
+  void Clear();
+
+  // sum over blocks b of mass[b] times v, by the rule. mass: [n_tokens / 64]; out: [D].
+  void Weigh(std::span<const float> mass, float* out) const;
+
+  // Of the block means; the mean of all is too small to count.
+  static std::int64_t Bytes(std::int32_t head_dim, ResidualRule rule, std::int64_t n_tokens) {
+    return rule == ResidualRule::kBlock
+               ? n_tokens / kBlockTokens * head_dim * std::int64_t{sizeof(Half)}
+               : 0;
+  }
+  std::int64_t MemoryBytes() const { return Bytes(dim_, rule_, n_tokens_); }
+  std::int64_t n_tokens() const { return n_tokens_; }
+
+ private:
+  std::int32_t dim_;
+  ResidualRule rule_;
+  std::int64_t n_tokens_ = 0;
+  std::int64_t skip_ = 0;
+  std::vector<Half> block_mean_;  // [n_tokens / 64][D]
+  std::vector<double> total_;     // [D] sum of the values of tokens skip .. n_tokens - 1
+};
+
+// What one fitting query showed of one query head.
+struct ResidualSample {
+  std::vector<float> out;    // [D] attention over the selected tokens
+  std::vector<float> rest;   // [D] sum_rest m_i v, in units of the selected tokens' sum of exp
+  double mass = 0;           // sum_rest m_i, likewise
+  std::vector<float> dense;  // [D] attention over all tokens
+};
+
+// The factor in 0, 0.05, .. 1.2 with the least sum of relative L2 errors; 0 without samples.
+float FitResidualFactor(std::span<const ResidualSample> samples);
+
+}  // namespace fathom
