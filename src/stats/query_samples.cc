@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: MIT
+#include <algorithm>
+#include <cassert>
+#include <cstddef>
+
+#include "fathom/stats.h"
+
+namespace fathom {
+
+QuerySamples::QuerySamples(std::int32_t n_heads, std::int32_t head_dim)
+    : n_heads_(n_heads), head_dim_(head_dim) {
+  assert(n_heads > 0 && head_dim > 0);
+}
+
+void QuerySamples::Add(std::int64_t position, const float* q) {
+  assert(sample_floats() > 0);
+  assert(positions_.empty() || position > positions_.back());
+  positions_.push_back(position);
+  queries_.insert(queries_.end(), q, q + sample_floats());
+}
+
+void QuerySamples::KeepEverySecond() {
+  const std::size_t kept = (positions_.size() + 1) / 2;
+  const std::size_t width = sample_floats();
+  for (std::size_t i = 1; i < kept; ++i) {
+    positions_[i] = positions_[2 * i];
+    std::copy_n(queries_.data() + 2 * i * width, width, queries_.data() + i * width);
+  }
+  positions_.resize(kept);
+  queries_.resize(kept * width);
+}
+
+void QuerySamples::KeepLast(std::int64_t n) {
+  assert(n >= 0);
+  const std::int64_t dropped = std::max<std::int64_t>(size() - n, 0);
+  positions_.erase(positions_.begin(), positions_.begin() + dropped);
+  queries_.erase(queries_.begin(),
+                 queries_.begin() + dropped * static_cast<std::int64_t>(sample_floats()));
+}
+
+void QuerySamples::Clear() {
+  positions_.clear();
+  queries_.clear();
+}
+
+std::vector<float> QuerySamples::OfGroup(std::int32_t kv_head, std::int32_t group,
+                                         std::int64_t first) const {
+  assert(kv_head >= 0 && group > 0 && (kv_head + 1) * group <= n_heads_);
+  assert(first >= 0 && first <= size());
+  const std::size_t row = static_cast<std::size_t>(head_dim_);
+  const std::size_t width = static_cast<std::size_t>(group) * row;
+  const std::size_t offset = static_cast<std::size_t>(kv_head) * width;
+  std::vector<float> q(static_cast<std::size_t>(size() - first) * width);
+  float* out = q.data();
+  for (std::int64_t i = first; i < size(); ++i, out += width) {
+    std::copy_n(query(i) + offset, width, out);
+  }
+  return q;
+}
+
+}  // namespace fathom
