@@ -66,6 +66,7 @@ class QuerySamples {
   void Add(std::int64_t position, const float* q);
   void KeepEverySecond();         // thins: samples 0, 2, 4, ... stay
   void KeepLast(std::int64_t n);  // n >= 0; all stay where there are no more
+  void DropFrom(std::int64_t position);  // forgets samples at `position` and later
   void Clear();
 
   std::int64_t size() const { return static_cast<std::int64_t>(positions_.size()); }

@@ -38,6 +38,12 @@ void QuerySamples::KeepLast(std::int64_t n) {
                  queries_.begin() + dropped * static_cast<std::int64_t>(sample_floats()));
 }
 
+void QuerySamples::DropFrom(std::int64_t position) {
+  const auto end = std::ranges::lower_bound(positions_, position);
+  positions_.erase(end, positions_.end());
+  queries_.resize(positions_.size() * sample_floats());
+}
+
 void QuerySamples::Clear() {
   positions_.clear();
   queries_.clear();
