@@ -160,7 +160,8 @@ TEST(PlanAtMultiplier, IsOptimalAtItsCost) {
       const std::vector<double> w = Weights(q, dim, distortion, weights);
       double last = -1;
       int plans = 0;
-      for (double multiplier = 0x1p10; multiplier > 0x1p-20; multiplier *= 0.8) {
+      for (int eighth = 80; eighth > -160; --eighth) {
+        const double multiplier = std::exp2(eighth / 8.0);
         const MeasuredPlan plan = PlanAtMultiplier(q.data(), 2, hull, multiplier, weights);
         ASSERT_GE(plan.read_bits, last);
         if (plan.read_bits == last) continue;
