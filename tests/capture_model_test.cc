@@ -13,6 +13,7 @@
 #include "fathom/fathom.h"
 #include "memory/safetensors.h"
 #include "support/compare.h"
+#include "support/gguf_fixture.h"
 #include "support/temp_dir.h"
 
 namespace fathom {
@@ -21,7 +22,7 @@ namespace {
 const std::string kFolder = std::string(FATHOM_SOURCE_DIR) + "/models/";
 constexpr std::int64_t kTokens = 600;
 
-class CaptureModelTest : public testing::Test {
+class CaptureModelTest : public ::testing::Test {
  protected:
   static void SetUpTestSuite() {
     shared_model = Model::Open(kFolder + "fathom-recall-15m-q8_0.gguf");
@@ -198,6 +199,28 @@ TEST_F(CaptureModelTest, DefaultsAndChosenLayers) {
   const CaptureFile file(options.path);
   EXPECT_EQ(file.geometry().layers, (std::vector<std::int32_t>{1, 4}));
   EXPECT_EQ(file.geometry().model, report.geometry.model);
+}
+
+TEST_F(CaptureModelTest, ModelsWithBiasesAreKeptInF32) {
+  for (const bool biases : {false, true}) {
+    testing::TinyModel tiny;
+    tiny.architecture = "qwen2";
+    tiny.qkv_bias = biases;
+    const std::string path = (dir_.path() / "tiny.gguf").string();
+    ASSERT_TRUE(testing::WriteTinyModel(tiny, path));
+    const auto model = Model::Open(path);
+    ASSERT_EQ(model->info().has_qkv_bias, biases);
+    CaptureOptions options = Options();
+    options.overwrite = true;
+    const CaptureReport report = RunCapture(model, std::vector<Token>(100, Token{65}), options);
+    EXPECT_EQ(report.type, biases ? CaptureType::kF32 : CaptureType::kBf16);
+    EXPECT_EQ(report.type_reason.find("no q/k/v biases") == std::string::npos, biases);
+    const CaptureFile file(options.path);
+    EXPECT_EQ(file.geometry().has_qkv_bias, std::optional(biases));
+    EXPECT_EQ(file.geometry().has_qk_norm, std::optional(false));
+    EXPECT_EQ(file.geometry().heads, (HeadGeometry{4, 2, 16}));
+    EXPECT_EQ(file.LoadQueries(1).size(), 40U * 64);
+  }
 }
 
 TEST_F(CaptureModelTest, BadOptionsAndFailuresLeaveNoFile) {
