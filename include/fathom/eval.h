@@ -80,21 +80,29 @@ using EvalProgressFn = std::function<bool(std::int64_t done, std::int64_t total)
 ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& options,
                           const EvalProgressFn& progress = {});
 
-// Bits at which a curve of one method reaches the error of a fixed-depth scan, by linear
-// interpolation of log(error) over read bits.
+// Read bits at which a curve reaches the error of a fixed-depth scan, at one k.
 struct EqualErrorBits {
-  std::string reference;  // method of the fixed scan
-  std::string curve;      // method without its bits or budget
+  std::string reference;  // ErrorRow::method of the scan
+  std::string curve;      // ErrorRow::method of the curve's first row, without bits, budget and k
+  std::string curve_spec;  // canonical, without the same three
   std::int64_t k = 0;
   double reference_bits = 0;
   double reference_error = 0;
-  // Read bits of the curve at the reference's error. Empty where the curve does not reach it
-  // (never_reached) or is below it at its fewest bits already (then `below` has those bits).
+  // At most one of the two is set:
+  //   bits   the curve reaches the error here, at one of its points or between two neighbours;
+  //   below  its point of fewest bits, with these, is better than the scan already: it reaches the
+  //          error at fewer bits than were measured;
+  //   none   no point is as good: it reaches the error at more bits than were measured, or never.
   std::optional<double> bits;
   std::optional<double> below;
 };
 
-// All pairs of a fixed-depth row and a curve with at least two points, per k.
+// Every fixed-depth scan (double-sparsity, full4, landmark, loki, quest, sparq, thumbnail) against
+// every curve of the same k: `fathom` rows whose canonical specs differ in bits or budget alone, at
+// two or more different read bits. log(error) is interpolated linearly over read bits between
+// neighbouring points; of several crossings (a curve need not fall) the one of fewest bits counts.
+// Rows without a scan (read bits 0) or whose error is 0 or not finite are left out; of rows with
+// equal specs the first counts. By k as first seen, then scans, then curves in the order of rows.
 std::vector<EqualErrorBits> FindEqualErrorBits(std::span<const ErrorRow> rows);
 
 }  // namespace fathom
