@@ -127,7 +127,7 @@ TEST(EqualError, CurvesAreGroupedByAllOtherOptions) {
   add("fathom:preset=paper,budget=48", "fathom:preset=paper,budget=48,k=512", 56, .1);  // alone
   add("exact", "exact:k=512", 2048, .05);  // no fixed-depth scan
   add("double-sparsity", "double-sparsity:c=32,k=512", 136, .3);
-  add("loki:r=32", "loki:r=32,k=512", 136, .2);            // the same scan again
+  add("loki:r=32", "loki:r=32,k=512", 136, .2);                // the same scan again
   add("fathom", "fathom:bits=20,residual=off,k=512", 20, .9);  // the same point again
   const auto found = FindEqualErrorBits(rows);
   ASSERT_EQ(found.size(), 4U);
@@ -162,8 +162,8 @@ TEST(EqualError, EveryKHasItsOwnTable) {
 }
 
 TEST(EqualError, EveryFixedDepthScanIsAReference) {
-  for (const char* name : {"double-sparsity", "full4", "landmark", "loki", "quest", "sparq",
-                           "thumbnail:rule=ffd"}) {
+  for (const char* name :
+       {"double-sparsity", "full4", "landmark", "loki", "quest", "sparq", "thumbnail:rule=ffd"}) {
     auto rows = Curve(.4, .2, .1);
     rows.push_back(Row(name, 136, .3));
     EXPECT_EQ(FindEqualErrorBits(rows).size(), 1U) << name;

@@ -5,8 +5,8 @@
 // Protocol. The index of every method is made at the first measured position (or earlier, see
 // ErrorOptions::freeze) from the keys before it and from queries sampled before it, and then grows
 // block by block as in decode. Every measured position is one step: the method attends, dense
-// attention attends, and the two outputs are compared per query head. The first 4 and last 32 tokens
-// and the unfinished block are always attended; k counts the 36.
+// attention attends, and the two outputs are compared per query head. The first 4 and last 32
+// tokens and the unfinished block are always attended; k counts the 36.
 #pragma once
 
 #include <cstdint>
@@ -33,9 +33,9 @@ struct ErrorOptions {
   // measured position.
   double freeze = 0;
   bool unscaled = false;  // softmax of q.k without 1/sqrt(D), to compare with published tables only
-  // The residual's factors are fitted on the last of the earlier queries. true: on the first half of
-  // the measured positions, and methods with a residual are reported on the second half alone (the
-  // rule of an independent implementation to compare with).
+  // The residual's factors are fitted on the last of the earlier queries. true: on the first half
+  // of the measured positions, and methods with a residual are reported on the second half alone
+  // (the rule of an independent implementation to compare with).
   bool fit_on_measured = false;
   std::shared_ptr<const Calibration> calibration;  // of the capture's model, or null
   // For published reads with basis=auto when the capture does not tell: has the model QK-norm?
@@ -44,9 +44,9 @@ struct ErrorOptions {
   int n_threads = 0;  // 0: all processors
 };
 
-// One method at one k. Averages are over layers, query heads and measured positions. Standard errors
-// take a measured position as one observation; neighbouring positions are alike, so they are lower
-// bounds.
+// One method at one k. Averages are over layers, query heads and measured positions. Standard
+// errors take a measured position as one observation; neighbouring positions are alike, so they are
+// lower bounds.
 struct ErrorRow {
   std::string method;  // as it was given
   std::string spec;    // canonical
@@ -55,9 +55,9 @@ struct ErrorRow {
   double median = 0, p99 = 0;
   double recall = 0, recall_se = 0;  // share of the k - 36 best tokens that were selected
   double mass = 0, mass_se = 0;      // attention mass of the attended tokens
-  double read_bits = 0;     // per token and KV head; 0 where every step was dense
-  double stored_bytes = 0;  // index bytes per token and KV head
-  double rows = 0;          // rows attended per step and KV head (union over the group)
+  double read_bits = 0;              // per token and KV head; 0 where every step was dense
+  double stored_bytes = 0;           // index bytes per token and KV head
+  double rows = 0;                   // rows attended per step and KV head (union over the group)
   std::int64_t samples = 0;
   std::vector<double> layer_mean;  // [layers] mean error
 };
@@ -66,9 +66,9 @@ struct ErrorReport {
   std::string capture;  // path
   CaptureGeometry geometry;
   std::vector<std::int32_t> layers;
-  std::int64_t n_positions = 0;    // measured
-  std::int64_t built_tokens = 0;   // tokens that statistics saw
-  std::vector<ErrorRow> rows;      // methods in the order given, k ascending within a method
+  std::int64_t n_positions = 0;   // measured
+  std::int64_t built_tokens = 0;  // tokens that statistics saw
+  std::vector<ErrorRow> rows;     // methods in the order given, k ascending within a method
 };
 
 // done and total count (method, k, layer) triples; return false to stop with Error(kCancelled).
@@ -80,11 +80,15 @@ using EvalProgressFn = std::function<bool(std::int64_t done, std::int64_t total)
 ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& options,
                           const EvalProgressFn& progress = {});
 
+// A spec without bits, budget and k: what the points of one curve have in common. Throws
+// Error(kUsage) as MethodSpec::Parse.
+std::string CurveOf(const std::string& spec);
+
 // Read bits at which a curve reaches the error of a fixed-depth scan, at one k.
 struct EqualErrorBits {
-  std::string reference;  // ErrorRow::method of the scan
-  std::string curve;      // ErrorRow::method of the curve's first row, without bits, budget and k
-  std::string curve_spec;  // canonical, without the same three
+  std::string reference;   // ErrorRow::method of the scan
+  std::string curve;       // CurveOf(ErrorRow::method) of the curve's first row
+  std::string curve_spec;  // CurveOf(ErrorRow::spec) of all its rows
   std::int64_t k = 0;
   double reference_bits = 0;
   double reference_error = 0;

@@ -34,18 +34,12 @@ bool Usable(const ErrorRow& row) {
          std::isfinite(row.mean);
 }
 
-std::string WithoutVaried(const std::string& text) {
-  MethodSpec spec = MethodSpec::Parse(text);
-  for (const char* key : kVaried) spec.options.erase(key);
-  return spec.ToString();
-}
-
 void AddPoint(const ErrorRow& row, std::vector<Curve>* curves) {
-  const std::string spec = WithoutVaried(row.spec);
+  const std::string spec = CurveOf(row.spec);
   auto curve = std::find_if(curves->begin(), curves->end(),
                             [&](const Curve& other) { return other.spec == spec; });
   if (curve == curves->end()) {
-    curves->push_back({WithoutVaried(row.method), spec, {}});
+    curves->push_back({CurveOf(row.method), spec, {}});
     curve = curves->end() - 1;
   }
   const auto at =
@@ -63,9 +57,8 @@ EqualErrorBits Match(const ErrorRow& reference, const Curve& curve) {
   match.k = reference.k;
   match.reference_bits = reference.read_bits;
   match.reference_error = reference.mean;
-  const auto reached = std::find_if(curve.points.begin(), curve.points.end(), [&](const Point& p) {
-    return p.error <= reference.mean;
-  });
+  const auto reached = std::find_if(curve.points.begin(), curve.points.end(),
+                                    [&](const Point& p) { return p.error <= reference.mean; });
   if (reached == curve.points.end()) return match;
   if (reached->error == reference.mean) {
     match.bits = reached->bits;
@@ -88,9 +81,8 @@ void MatchAtK(std::span<const ErrorRow> rows, std::int64_t k, std::vector<EqualE
     const std::string name = MethodSpec::Parse(row.spec).name;
     if (name == kCurveMethod) AddPoint(row, &curves);
     if (std::find(kFixedDepth.begin(), kFixedDepth.end(), name) == kFixedDepth.end()) continue;
-    const bool seen = std::any_of(references.begin(), references.end(), [&](const ErrorRow* other) {
-      return other->spec == row.spec;
-    });
+    const bool seen = std::any_of(references.begin(), references.end(),
+                                  [&](const ErrorRow* other) { return other->spec == row.spec; });
     if (!seen) references.push_back(&row);
   }
   for (const ErrorRow* reference : references) {
@@ -101,6 +93,12 @@ void MatchAtK(std::span<const ErrorRow> rows, std::int64_t k, std::vector<EqualE
 }
 
 }  // namespace
+
+std::string CurveOf(const std::string& spec) {
+  MethodSpec parsed = MethodSpec::Parse(spec);
+  for (const char* key : kVaried) parsed.options.erase(key);
+  return parsed.ToString();
+}
 
 std::vector<EqualErrorBits> FindEqualErrorBits(std::span<const ErrorRow> rows) {
   std::vector<EqualErrorBits> found;
