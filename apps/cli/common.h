@@ -62,6 +62,7 @@ CLI::Range InRange(Number low, Number high) {
 void AddRunCommand(CLI::App& app, int* exit_code);
 void AddInfoCommand(CLI::App& app, int* exit_code);
 void AddBenchCommand(CLI::App& app, int* exit_code);
+void AddCaptureCommand(CLI::App& app, int* exit_code);
 void AddEvalCommand(CLI::App& app, int* exit_code);
 
 }  // namespace fathom::cli
