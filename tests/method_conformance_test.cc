@@ -94,8 +94,8 @@ class Fixture {
   std::mt19937_64 rng;
 };
 
-// Every scanning method, in the forms that differ in code, with the least and the most read bits per
-// token at D = 128: a budget is never exceeded and nearly used up.
+// Every scanning method, in the forms that differ in code, with the least and the most read bits
+// per token at D = 128: a budget is never exceeded and nearly used up.
 struct SpecCase {
   std::string spec;  // ends so that more options can follow
   double low;
@@ -428,7 +428,8 @@ TEST(MethodSpec, BadSpecsNameValueLimitAndRemedy) {
       {"fathom:preset=mine", {"preset=mine", "own|paper"}},
       {"fathom:basis=balance", {"basis=balance", "raw|klt"}},
       {"fathom:colour=red",
-       {"no option 'colour'", "valid here: preset, bits, store, meanbits, weights, plan, basis, budgets, k, min"}},
+       {"no option 'colour'",
+        "valid here: preset, bits, store, meanbits, weights, plan, basis, budgets, k, min"}},
       {"dense:k=512", {"no option 'k'", "it takes none"}},
       {"fathom:k", {"'k' is not key=value"}},
       {"fathom:k=1,k=2", {"given twice"}},
