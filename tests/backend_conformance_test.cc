@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Every backend of this build against `ref`: packing and scanning. The other operations are in
-// backend_conformance_select.cc and backend_conformance_rows.cc of the same program.
+// backend_conformance_select.cc, backend_conformance_rows.cc and backend_conformance_mass.cc of the
+// same program.
 #include <gtest/gtest.h>
 
 #include "support/backend_cases.h"

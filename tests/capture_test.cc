@@ -394,6 +394,7 @@ TEST_F(CaptureTest, ThreadsReadOneFile) {
   const std::vector<float> expected = file.LoadQueries(3);
   std::vector<std::vector<float>> got(4);
   std::vector<std::thread> threads;
+  threads.reserve(got.size());
   for (auto& mine : got) threads.emplace_back([&] { mine = file.LoadQueries(3); });
   for (std::thread& thread : threads) thread.join();
   for (const auto& mine : got) EXPECT_EQ(mine, expected);

@@ -165,6 +165,7 @@ EvalReport Execute(const EvalAnswersOptions& options, const std::vector<std::str
   const auto model = Model::Open(options.model);
   const bool chat = UseChat(*model, options.no_chat);
   std::vector<Prepared> prepared;
+  prepared.reserve(documents.size());
   for (const EvalDocument& document : documents)
     prepared.push_back(Prepare(*model, document, chat));
 

@@ -97,9 +97,10 @@ struct ScanArgs {
 
 // --- exact scores
 // -----------------------------------------------------------------------------------------------------
-// Rows of one KV head: token i has its key at rows + i * 2D and its value D further on.
+// Keys of one KV head: key i is the D numbers at rows + i * key_stride. What lies between two keys
+// (values, another table) is not read.
 struct ScoreHead {
-  const Half* rows = nullptr;  // [n_tokens][2][D]
+  const Half* rows = nullptr;  // [n_tokens][key_stride], of which the first D are read
   const float* q = nullptr;    // [group][D]
   float* scores = nullptr;     // [group][stride] out: q_h . k_i, unscaled
   std::int64_t stride = 0;
@@ -110,6 +111,32 @@ struct ScoreArgs {
   std::int32_t group = 0;
   std::int64_t n_tokens = 0;
   std::span<const ScoreHead> heads;
+  // Halfs from one key to the next, >= D; 0 means 2D, the rows of the row store. Any other table of
+  // fp16 vectors can be scored too: D for block means, 2D for one side of (minimum, maximum) pages.
+  std::int64_t key_stride = 0;
+};
+
+// --- mass: sums of exp of scores, block by block
+// ----------------------------------------------------------------------------------------------
+// What the tokens of a block would weigh in a softmax, up to a factor the caller chooses by shift:
+//   mass_h(b) = sum over the 64 tokens i of block b of exp(min(scale * score_h(i) - shift_h, 88))
+// A score of -inf counts 0. The argument may be positive; above 88 it is taken as 88, so that every
+// term is finite (1.7e38) and a sum beyond the largest float is +inf. Terms below the smallest
+// normal float (1.2e-38, arguments below -87.3) may count 0. A NaN score or shift makes the mass of
+// its block NaN. Within these limits the relative error is at most 1e-5, nearly all of it from
+// rounding the argument to a float. A block's mass does not depend on the other blocks of the call.
+struct MassHead {
+  const float* scores = nullptr;  // [group][stride]; -inf for tokens that must not count
+  std::int64_t stride = 0;        // >= n_blocks * 64
+  const float* shift = nullptr;   // [group], finite
+  float* mass = nullptr;          // [group][n_blocks] out
+};
+
+struct MassArgs {
+  std::int32_t group = 0;
+  std::int64_t n_blocks = 0;
+  float scale = 0;  // > 0 and finite: 1/sqrt(D) for scores that are plain dot products
+  std::span<const MassHead> heads;
 };
 
 // --- select: exact top-k per query head, union over the group
@@ -180,6 +207,7 @@ class Backend {
   virtual void Pack(const PackArgs& args) const = 0;
   virtual void Scan(const ScanArgs& args) const = 0;
   virtual void Score(const ScoreArgs& args) const = 0;
+  virtual void Mass(const MassArgs& args) const = 0;
   virtual void Select(const SelectArgs& args) const = 0;
   virtual void Attend(const AttendArgs& args) const = 0;
   virtual void Prefill(const PrefillArgs& args) const = 0;

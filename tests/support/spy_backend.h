@@ -42,6 +42,7 @@ class SpyBackend final : public Backend {
     inner_->Scan(args);
   }
   void Score(const ScoreArgs& args) const override { inner_->Score(args); }
+  void Mass(const MassArgs& args) const override { inner_->Mass(args); }
   void Select(const SelectArgs& args) const override { inner_->Select(args); }
   void Attend(const AttendArgs& args) const override {
     attended.clear();

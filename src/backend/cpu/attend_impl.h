@@ -11,7 +11,8 @@
 // Bound by memory (512 bytes a row at D = 128): listed rows are prefetched kLanes rows ahead.
 // A chunk is one softmax; the driver joins chunks in order, so threads do not change results.
 
-// exp(x) for x <= 0 or NaN, relative error below 2e-7; 0 below -87.3.
+// exp(x) for x <= 88 or NaN, relative error below 2e-7; 0 below -87.3. The range ends where the
+// power of two would leave that of ScaleByPowerOf2, 2^127.
 FATHOM_INLINE F32 Exp(F32 x) {
   const F32 limit = Set(-87.3f);
   const F32 safe = MaxOrSecond(limit, x);
@@ -29,9 +30,10 @@ FATHOM_INLINE F32 Exp(F32 x) {
 }
 
 // kLanes keys as floats, [kLanes][head_dim]; zeros for rows beyond n.
-FATHOM_INLINE void LoadKeys(const Half* rows, std::int64_t n, int head_dim, float* keys) {
+FATHOM_INLINE void LoadKeys(const Half* rows, std::int64_t key_stride, std::int64_t n, int head_dim,
+                            float* keys) {
   for (int r = 0; r < kLanes; ++r) {
-    const Half* row = rows + static_cast<std::int64_t>(r) * 2 * head_dim;
+    const Half* row = rows + r * key_stride;
     for (int d = 0; d < head_dim; d += kLanes) {
       Store(keys + r * head_dim + d, r < n ? LoadHalf(row + d) : Zero());
     }
@@ -77,7 +79,7 @@ void ScoreRows(const ScoreRowsArgs* args) {
   alignas(64) float keys[kLanes * kMaxHeadDim];
   for (std::int64_t i = 0; i < a.n_rows; i += kLanes) {
     const std::int64_t left = a.n_rows - i;
-    LoadKeys(a.rows + i * 2 * a.head_dim, left, a.head_dim, keys);
+    LoadKeys(a.rows + i * a.key_stride, a.key_stride, left, a.head_dim, keys);
     const int n = left < kLanes ? static_cast<int>(left) : kLanes;
     for (int h = 0; h < a.group; ++h) {
       StoreFirst(a.scores + h * a.stride + i, DotKeys(keys, a.q + h * a.head_dim, a.head_dim), n);
@@ -222,9 +224,10 @@ void AttendDense(const AttendChunkArgs* args) {
   alignas(64) float keys[kLanes * kMaxHeadDim];
   alignas(64) float p[kMaxGroup * kAttendDenseRows];
   const F32 fill = Set(-__builtin_inff());
+  const std::int64_t stride = 2 * a.head_dim;
   for (int i = 0; i < a.n_rows; i += kLanes) {
     const int left = a.n_rows - i;
-    LoadKeys(a.rows + static_cast<std::int64_t>(i) * 2 * a.head_dim, left, a.head_dim, keys);
+    LoadKeys(a.rows + i * stride, stride, left, a.head_dim, keys);
     for (int h = 0; h < a.group; ++h) {
       const F32 dot = DotKeys(keys, a.q + h * a.head_dim, a.head_dim);
       Store(p + h * kAttendDenseRows + i, FirstLanes(dot, left, fill));

@@ -18,6 +18,7 @@
 namespace fathom::cpu {
 
 inline constexpr int kScanChunkBlocks = 64;   // blocks per call of the scan kernels, at most
+inline constexpr int kMassChunkBlocks = 128;  // blocks per call of mass_blocks, at most
 inline constexpr int kAttendListRows = 256;   // rows per call of attend_listed, at most
 inline constexpr int kAttendDenseRows = 512;  // rows per call of attend_dense, at most
 inline constexpr int kSelectSlack = 16;       // elements that top_k may write beyond its candidates
@@ -74,8 +75,18 @@ struct ScoreRowsArgs {
   float* scores;
   std::int64_t stride;
   std::int64_t n_rows;
+  std::int64_t key_stride;  // halfs from one row to the next
   std::int32_t head_dim;
   std::int32_t group;
+};
+
+// Blocks of one query head; scores: [n_blocks][64].
+struct MassBlocksArgs {
+  const float* scores;
+  std::int64_t n_blocks;
+  float scale;
+  float shift;
+  float* mass;  // [n_blocks]
 };
 
 // The `keep` best of n scores, as ascending indices plus `first`. Scratch: n + kSelectSlack each.
@@ -127,6 +138,7 @@ struct KernelTable {
   void (*scan_mean)(const ScanMeanArgs* args);
   void (*scan_paper)(const ScanPaperArgs* args);
   void (*score_rows)(const ScoreRowsArgs* args);
+  void (*mass_blocks)(const MassBlocksArgs* args);
   void (*top_k)(const TopKArgs* args);
   void (*attend_listed)(const AttendChunkArgs* args);
   void (*attend_dense)(const AttendChunkArgs* args);

@@ -97,17 +97,20 @@ void CpuBackend::Scan(const ScanArgs& a) const {
 
 void CpuBackend::Score(const ScoreArgs& a) const {
   assert(a.group > 0 && a.group <= kMaxGroup && a.head_dim <= kMaxHeadDim);
+  const std::int64_t key_stride = a.key_stride == 0 ? 2 * a.head_dim : a.key_stride;
+  assert(key_stride >= a.head_dim);
   const std::int64_t chunks = (a.n_tokens + kScoreChunk - 1) / kScoreChunk;
   const std::int64_t n = chunks * static_cast<std::int64_t>(a.heads.size());
 #pragma omp parallel for schedule(dynamic) num_threads(Team(n)) if (n > 1)
   for (std::int64_t i = 0; i < n; ++i) {
     const ScoreHead& head = a.heads[static_cast<std::size_t>(i / chunks)];
     const std::int64_t first = i % chunks * kScoreChunk;
-    const cpu::ScoreRowsArgs args = {head.rows + first * 2 * a.head_dim,
+    const cpu::ScoreRowsArgs args = {head.rows + first * key_stride,
                                      head.q,
                                      head.scores + first,
                                      head.stride,
                                      std::min(a.n_tokens - first, kScoreChunk),
+                                     key_stride,
                                      a.head_dim,
                                      a.group};
     kernels_->score_rows(&args);

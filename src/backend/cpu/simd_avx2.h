@@ -25,6 +25,7 @@ FATHOM_INLINE F32 Sub(F32 a, F32 b) { return _mm256_sub_ps(a, b); }
 FATHOM_INLINE F32 Mul(F32 a, F32 b) { return _mm256_mul_ps(a, b); }
 FATHOM_INLINE F32 Div(F32 a, F32 b) { return _mm256_div_ps(a, b); }
 FATHOM_INLINE F32 MulAdd(F32 a, F32 b, F32 c) { return _mm256_fmadd_ps(a, b, c); }
+FATHOM_INLINE F32 FusedMulAdd(F32 a, F32 b, F32 c) { return MulAdd(a, b, c); }
 FATHOM_INLINE F32 Abs(F32 x) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), x); }
 FATHOM_INLINE F32 MaxOrSecond(F32 a, F32 b) { return _mm256_max_ps(a, b); }
 FATHOM_INLINE F32 MinOrSecond(F32 a, F32 b) { return _mm256_min_ps(a, b); }

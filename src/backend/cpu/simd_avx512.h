@@ -25,6 +25,7 @@ FATHOM_INLINE F32 Sub(F32 a, F32 b) { return _mm512_sub_ps(a, b); }
 FATHOM_INLINE F32 Mul(F32 a, F32 b) { return _mm512_mul_ps(a, b); }
 FATHOM_INLINE F32 Div(F32 a, F32 b) { return _mm512_div_ps(a, b); }
 FATHOM_INLINE F32 MulAdd(F32 a, F32 b, F32 c) { return _mm512_fmadd_ps(a, b, c); }
+FATHOM_INLINE F32 FusedMulAdd(F32 a, F32 b, F32 c) { return MulAdd(a, b, c); }
 FATHOM_INLINE F32 Abs(F32 x) { return _mm512_abs_ps(x); }
 FATHOM_INLINE F32 MaxOrSecond(F32 a, F32 b) { return _mm512_max_ps(a, b); }
 FATHOM_INLINE F32 MinOrSecond(F32 a, F32 b) { return _mm512_min_ps(a, b); }

@@ -34,6 +34,13 @@ FATHOM_INLINE F32 Mul(F32 a, F32 b) { return a * b; }
 FATHOM_INLINE F32 Div(F32 a, F32 b) { return a / b; }
 // a * b + c; one rounding where the instruction set has it.
 FATHOM_INLINE F32 MulAdd(F32 a, F32 b, F32 c) { return a * b + c; }
+// a * b + c rounded once to single precision, whatever the instruction set: for a difference of
+// large numbers. Slow here, where it goes through double.
+FATHOM_INLINE F32 FusedMulAdd(F32 a, F32 b, F32 c) {
+  typedef double F64 __attribute__((vector_size(32)));
+  const F64 product = __builtin_convertvector(a, F64) * __builtin_convertvector(b, F64);  // exact
+  return __builtin_convertvector(product + __builtin_convertvector(c, F64), F32);
+}
 FATHOM_INLINE F32 Choose(I32 mask, F32 a, F32 b) {
   return (F32)((mask & (I32)a) | (~mask & (I32)b));
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Approximate and exact scores.
+// Approximate and exact scores, and the mass of their blocks.
+#include <cassert>
 #include <cmath>
 
 #include "backend/ref/ref_backend.h"
@@ -73,15 +74,34 @@ void RefBackend::Scan(const ScanArgs& a) const {
 }
 
 void RefBackend::Score(const ScoreArgs& a) const {
+  const std::int64_t key_stride = a.key_stride == 0 ? 2 * a.head_dim : a.key_stride;
+  assert(key_stride >= a.head_dim);
   for (const ScoreHead& head : a.heads) {
     for (int h = 0; h < a.group; ++h) {
       for (std::int64_t i = 0; i < a.n_tokens; ++i) {
         double dot = 0;
         for (int d = 0; d < a.head_dim; ++d) {
           dot += static_cast<double>(head.q[h * a.head_dim + d]) *
-                 HalfToFloat(head.rows[i * 2 * a.head_dim + d]);
+                 HalfToFloat(head.rows[i * key_stride + d]);
         }
         head.scores[h * head.stride + i] = static_cast<float>(dot);
+      }
+    }
+  }
+}
+
+void RefBackend::Mass(const MassArgs& a) const {
+  constexpr double kMost = 88;
+  for (const MassHead& head : a.heads) {
+    for (int h = 0; h < a.group; ++h) {
+      for (std::int64_t b = 0; b < a.n_blocks; ++b) {
+        const float* scores = head.scores + h * head.stride + b * kBlockTokens;
+        double mass = 0;
+        for (int i = 0; i < kBlockTokens; ++i) {
+          const double x = static_cast<double>(a.scale) * scores[i] - head.shift[h];
+          mass += std::exp(x > kMost ? kMost : x);  // a NaN stays
+        }
+        head.mass[h * a.n_blocks + b] = static_cast<float>(mass);
       }
     }
   }
