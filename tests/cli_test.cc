@@ -225,6 +225,55 @@ TEST_F(Cli, OutputThatCannotBeWrittenIsAFailure) {
   }
 }
 
+TEST_F(Cli, CaptureWritesAndReportsIt) {
+  const std::string text = Quoted(kQuestions + "single-needle-4k.txt");
+  const fs::path file = folder_ / "my capture.safetensors";
+  const std::string arguments = "capture -m " + kModel + " -f " + text + " -c 300 --positions 32" +
+                                " --stats-every 7 --layers 0,3-5 -o " + Quoted(file.string());
+  const Result json = Run(arguments + " --json");
+  ASSERT_EQ(json.code, 0) << json.err;
+  const auto parsed = nlohmann::json::parse(json.out);
+  EXPECT_EQ(parsed["bytes"], fs::file_size(file));
+  EXPECT_EQ(parsed["n_tokens"], 300);
+  EXPECT_EQ(parsed["layers"], (std::vector<int>{0, 3, 4, 5}));
+  EXPECT_EQ(parsed["positions"], 32);
+  EXPECT_EQ(parsed["stats_positions"], 36);  // 16, 23, ..., 261 < 268
+  EXPECT_EQ(parsed["dtype"], "bf16");
+  EXPECT_EQ(parsed["text"], "single-needle-4k.txt");
+  // Headers aside: 4 layers of 8 query heads and 2 KV heads of 128 channels, and positions.
+  const auto header = fs::file_size(file) - 4 * (2 * 128 * (8 * 68 + 2 * 300 * 2) + 8 * 68);
+  EXPECT_GT(header, 1000U);
+  EXPECT_LT(header, 4000U);
+  ExpectError(arguments, 2, {"my capture.safetensors exists", "--force"});
+  const Result forced = Run(arguments + " --force --dtype f32");
+  EXPECT_EQ(forced.code, 0) << forced.err;
+  for (const char* part : {"300 of single-needle-4k.txt", "0,3-5 (4)", "f32: as asked"}) {
+    EXPECT_NE(forced.out.find(part), std::string::npos) << part << " in " << forced.out;
+  }
+  EXPECT_EQ(fs::file_size(file) - header, 4 * (4 * 128 * (8 * 68 + 2 * 300 * 2) + 8 * 68));
+  EXPECT_FALSE(fs::exists(file.string() + ".partial"));
+}
+
+TEST_F(Cli, CaptureRefusesBadRequests) {
+  const std::string out = " -o " + Quoted((folder_ / "c.safetensors").string());
+  const std::string start =
+      "capture -m " + kModel + " -f " + Quoted(kQuestions + "single-needle-4k.txt") + out;
+  ExpectError("capture -m " + kModel, 2, {"--file"});
+  ExpectError(start, 2, {"--ctx-size"});
+  ExpectError(start + " -c 8k", 2, {"single-needle-4k.txt", "tokens, fewer than the 8,192"});
+  ExpectError(start + " -c 100", 2, {"100 tokens", "144"});
+  ExpectError(start + " -c 300 --layers 3-1", 2, {"--layers '3-1'"});
+  ExpectError(start + " -c 300 --layers 0,,1", 2, {"--layers '0,,1'"});
+  ExpectError(start + " -c 300 --layers 9", 2, {"layer 9", "layers 0 to 5"});
+  ExpectError(start + " -c 300 --dtype f64", 2, {"f64"});
+  ExpectError(start + " -c 300 --positions 0", 2, {"--positions"});
+  ExpectError("capture -m " + kModel + " -f nowhere.txt -c 300" + out, 1, {"nowhere.txt"});
+  ExpectError("capture -m " + kModel + " -f " + Quoted(kQuestions + "single-needle-4k.txt") +
+                  " -c 300 -o " + Quoted((folder_ / "no/c.safetensors").string()),
+              1, {"no/c.safetensors.partial", "No such file"});
+  EXPECT_FALSE(fs::exists(folder_ / "c.safetensors"));
+}
+
 TEST_F(Cli, SeededSamplingRepeats) {
   const std::string arguments =
       "run -m " + kModel + " -p 'Tell me something.' -n 24 --temp 1.5 --seed ";

@@ -24,6 +24,7 @@ import sys
 ALLOWED = {
     "base": [],
     "memory": ["base"],
+    "capture": ["base", "memory"],
     "stats": ["base", "memory"],
     "store": ["base", "memory", "stats"],
     "plan": ["base", "stats", "store/layout.h"],
@@ -34,7 +35,7 @@ ALLOWED = {
     "backend/cuda": ["base", "memory", "store/layout.h", "backend"],
     "method": ["base", "memory", "stats", "store", "plan", "backend"],
     "model": ["base", "memory"],
-    "engine": ["base", "memory", "stats", "store", "plan", "backend", "method", "model"],
+    "engine": ["base", "memory", "capture", "stats", "store", "plan", "backend", "method", "model"],
 }
 # Top folders beside src/: programs see include/fathom and their own folder, tests see everything.
 PROGRAMS = ["apps", "bench", "eval", "examples"]

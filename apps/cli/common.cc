@@ -92,6 +92,20 @@ std::string Plain(double number) {
   return text.data();
 }
 
+std::string StopName(StopReason stop) {
+  switch (stop) {
+    case StopReason::kEndOfText:
+      return "end";
+    case StopReason::kLength:
+      return "length";
+    case StopReason::kContext:
+      return "context";
+    case StopReason::kCancelled:
+      return "interrupted";
+  }
+  return "";
+}
+
 int ExitCode(ErrorCode code) {
   if (code == ErrorCode::kUsage) return kExitUsage;
   return code == ErrorCode::kCancelled ? kExitInterrupted : kExitFailure;

@@ -36,6 +36,9 @@ std::string Grouped(std::int64_t number);
 // "12.3 MiB".
 std::string ByteText(double bytes);
 
+// "end", "length", "context" or "interrupted".
+std::string StopName(StopReason stop);
+
 int ExitCode(ErrorCode code);
 
 // A number without trailing zeros: "100", "0.5".
@@ -53,5 +56,7 @@ CLI::Range InRange(Number low, Number high) {
 void AddRunCommand(CLI::App& app, int* exit_code);
 void AddInfoCommand(CLI::App& app, int* exit_code);
 void AddBenchCommand(CLI::App& app, int* exit_code);
+void AddCaptureCommand(CLI::App& app, int* exit_code);
+void AddEvalCommand(CLI::App& app, int* exit_code);
 
 }  // namespace fathom::cli

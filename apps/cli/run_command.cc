@@ -5,19 +5,11 @@
 
 #include "common.h"
 #include "progress.h"
+#include "prompts.h"
 #include "run.h"
 
 namespace fathom::cli {
 namespace {
-
-constexpr std::string_view kSpace = " \t\r\n";
-
-// The document without white space at its end, so that exactly one empty line stands before the
-// question.
-std::string_view TrimEnd(std::string_view text) {
-  const auto end = text.find_last_not_of(kSpace);
-  return text.substr(0, end == std::string_view::npos ? 0 : end + 1);
-}
 
 void CheckOptions(const RunOptions& options) {
   if (options.file.empty() && options.prompts.empty()) {
@@ -48,68 +40,6 @@ std::string ReadDocument(const RunOptions& options) {
                 "document '" + options.file + "' is empty; give a file with text, or leave out -f");
   }
   return text;
-}
-
-std::vector<Token> ChatPrompt(const Model& model, const std::string& text) {
-  const ChatMessage message{"user", text};
-  try {
-    return model.ChatTokens({&message, 1});
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::kUnsupported) throw;
-    throw Error(error.code(), std::string(error.what()) + " with --no-chat");
-  }
-}
-
-// Text as it is, which ends in the question. Control tokens (a hand-made chat format) are honoured
-// in the question only: a document's text stays text.
-std::vector<Token> PlainPrompt(const Model& model, const std::string& text,
-                               const std::string& question) {
-  const std::vector<Token> special = model.Tokenize(question, true);
-  std::vector<Token> tokens;
-  if (special == model.Tokenize(question, false)) {
-    tokens = model.Tokenize(text, false);
-  } else {
-    tokens = model.Tokenize(text.substr(0, text.size() - question.size()), false);
-    tokens.insert(tokens.end(), special.begin(), special.end());
-  }
-  if (model.bos() >= 0) tokens.insert(tokens.begin(), model.bos());
-  return tokens;
-}
-
-// One prompt per question: the document first, the question after an empty line.
-std::vector<std::vector<Token>> BuildPrompts(const Model& model, const RunOptions& options,
-                                             const std::string& document) {
-  std::vector<std::string> questions = options.prompts;
-  if (questions.empty()) questions.emplace_back();
-  const bool chat = !options.no_chat && model.has_chat_template();
-  if (!chat && !options.no_chat) {
-    std::fprintf(stderr,
-                 "fathom: the model has no chat template; continuing the text as with --no-chat\n");
-  }
-  std::vector<std::vector<Token>> prompts;
-  for (const std::string& question : questions) {
-    // Without a question a plain continuation must see the document to its last byte.
-    std::string text = question.empty() ? document : std::string(TrimEnd(document));
-    if (!text.empty() && !question.empty()) text += "\n\n";
-    text += question;
-    prompts.push_back(chat ? ChatPrompt(model, text) : PlainPrompt(model, text, question));
-    if (prompts.back().empty())
-      throw Error(ErrorCode::kUsage, "the prompt has no tokens; give some text");
-  }
-  return prompts;
-}
-
-// Tokens that all prompts begin with, at least one short of the shortest, so that each question
-// ends in a prefill.
-std::int64_t SharedTokens(const std::vector<std::vector<Token>>& prompts) {
-  auto shared = static_cast<std::ptrdiff_t>(prompts.front().size()) - 1;
-  for (const auto& prompt : prompts) {
-    const auto end =
-        std::min<std::ptrdiff_t>(shared, static_cast<std::ptrdiff_t>(prompt.size()) - 1);
-    shared = std::mismatch(prompt.begin(), prompt.begin() + end, prompts.front().begin()).first -
-             prompt.begin();
-  }
-  return shared;
 }
 
 std::int64_t ContextSize(const Model& model, const RunOptions& options,
@@ -202,7 +132,9 @@ RunReport Execute(const RunOptions& options) {
   CheckOptions(options);
   const std::string document = ReadDocument(options);
   const auto model = Model::Open(options.model);
-  const auto prompts = BuildPrompts(*model, options, document);
+  std::vector<std::string> questions = options.prompts;
+  if (questions.empty()) questions.emplace_back();
+  const auto prompts = BuildPrompts(*model, document, questions, UseChat(*model, options.no_chat));
 
   SessionOptions session_options;
   session_options.ctx_size = ContextSize(*model, options, prompts);

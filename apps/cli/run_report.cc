@@ -36,20 +36,6 @@ double AttentionMs(const Totals& totals) {
   return totals.times.decode_attention_s * 1000 / tokens;
 }
 
-std::string StopName(StopReason stop) {
-  switch (stop) {
-    case StopReason::kEndOfText:
-      return "end";
-    case StopReason::kLength:
-      return "length";
-    case StopReason::kContext:
-      return "context";
-    case StopReason::kCancelled:
-      return "interrupted";
-  }
-  return "";
-}
-
 // The first position where two token sequences differ, -1 when they are equal.
 std::int64_t PartsAt(const Generation& a, const Generation& b) {
   const auto [at, other] =

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "fathom/backend.h"
+#include "fathom/capture.h"
 #include "fathom/error.h"
 #include "fathom/machine.h"
 #include "fathom/method.h"

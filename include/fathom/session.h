@@ -20,6 +20,13 @@
 
 namespace fathom {
 
+// Sees what a prefill computes: called once per layer, in order, for every chunk, with the tokens
+// first .. first + n - 1. q [n][n_heads][D] and k [n][n_kv_heads][D] after RoPE, v
+// [n][n_kv_heads][D], in fp32 before they are rounded to rows; valid during the call only. What it
+// throws ends the Prefill, which drops the chunk.
+using PrefillObserver = std::function<void(std::int32_t layer, std::int64_t first, std::int64_t n,
+                                           const float* q, const float* k, const float* v)>;
+
 struct SessionOptions {
   std::int64_t ctx_size = 0;      // capacity in tokens; 0: the model's training context
   std::string backend = "cpu";    // MakeBackend name
@@ -28,6 +35,7 @@ struct SessionOptions {
   std::int32_t chunk = 512;  // tokens per prefill chunk: larger is faster and takes more memory
   std::shared_ptr<const Calibration> calibration;  // statistics of a file; null: the prefill's own
   bool check_memory = true;  // refuse a session that cannot fit this machine's memory
+  PrefillObserver prefill_observer = {};  // empty: nobody looks
 };
 
 // Bytes a full session of ctx tokens takes beside the model's weights, and what the machine has.

@@ -130,6 +130,7 @@ void Session::Impl::PrefillAttention(std::int32_t layer, std::int64_t n, bool wa
   const double start = NowSeconds();
   const HeadGeometry& heads = model->info().heads;
   const auto first = static_cast<std::int64_t>(tokens.size());
+  if (options.prefill_observer) options.prefill_observer(layer, first, n, q, k, v);
   rows.Write(layer, first, n, k, v);
   if (!queries_frozen) SampleQueries(layer, first, n, q);
   // The last layer's output matters for the last token alone, and for that only when its logits are

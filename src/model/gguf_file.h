@@ -17,26 +17,9 @@
 #include <vector>
 
 #include "fathom/error.h"
+#include "memory/file_mapping.h"
 
 namespace fathom {
-
-// A whole file mapped read-only. The file must not shrink while it is mapped (the kernel would
-// answer a read with SIGBUS).
-class FileMapping {
- public:
-  explicit FileMapping(const std::string& path);  // throws Error(kIo)
-  ~FileMapping();
-  FileMapping(const FileMapping&) = delete;
-  FileMapping& operator=(const FileMapping&) = delete;
-
-  std::span<const std::byte> bytes() const { return {data_, size_}; }
-  // Asks the kernel to read the file ahead; only a hint.
-  void Prefetch() const;
-
- private:
-  const std::byte* data_ = nullptr;
-  std::size_t size_ = 0;
-};
 
 struct GgufTensor {
   std::string name;

@@ -1,0 +1,226 @@
+// SPDX-License-Identifier: MIT
+// `fathom capture`: saves queries, keys and values of a model on a text, for study.
+#include <charconv>
+#include <cstdio>
+#include <filesystem>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <sstream>
+
+#include "common.h"
+#include "progress.h"
+
+namespace fathom::cli {
+namespace {
+
+struct Options {
+  std::string model;
+  std::string file;  // text, "-" for standard input
+  std::string ctx_size;
+  std::string out;
+  std::string layers;  // empty: all
+  std::string dtype = "auto";
+  std::int64_t positions = 128;
+  std::int64_t stats_every = 0;
+  int threads = 0;
+  std::string backend = "cpu";
+  bool force = false;
+  bool json = false;
+};
+
+constexpr std::int32_t kMaxLayer = 9999;
+
+Error LayersError(const std::string& text) {
+  return {ErrorCode::kUsage,
+          "--layers '" + text + "' is no list of layers; write 0,3-5 for example"};
+}
+
+std::int32_t ParseLayer(std::string_view number, const std::string& text) {
+  std::int32_t layer = -1;
+  const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), layer);
+  if (error != std::errc() || end != number.data() + number.size() || layer < 0 ||
+      layer > kMaxLayer) {
+    throw LayersError(text);
+  }
+  return layer;
+}
+
+// "0,3-5" as 0, 3, 4, 5.
+std::vector<std::int32_t> ParseLayers(const std::string& text) {
+  std::vector<std::int32_t> layers;
+  if (text.empty()) return layers;
+  std::istringstream parts(text + ",");
+  for (std::string part; std::getline(parts, part, ',');) {
+    const std::size_t dash = part.find('-');
+    const std::string_view view = part;
+    const std::int32_t first = ParseLayer(view.substr(0, dash), text);
+    const std::int32_t last =
+        dash == std::string::npos ? first : ParseLayer(view.substr(dash + 1), text);
+    if (last < first) throw LayersError(text);
+    for (std::int32_t layer = first; layer <= last; ++layer) layers.push_back(layer);
+  }
+  return layers;
+}
+
+// The first n tokens of the text, the BOS included where the model wants one.
+std::vector<Token> ReadTokens(const Model& model, const Options& options, std::int64_t n) {
+  std::vector<Token> tokens = model.Tokenize(ReadText(options.file), false);
+  if (model.bos() >= 0) tokens.insert(tokens.begin(), model.bos());
+  const auto have = static_cast<std::int64_t>(tokens.size());
+  if (have < n) {
+    throw Error(ErrorCode::kUsage, "'" + options.file + "' has " + Grouped(have) +
+                                       " tokens, fewer than the " + Grouped(n) +
+                                       " of -c; give a longer text or a smaller -c");
+  }
+  tokens.resize(static_cast<std::size_t>(n));
+  return tokens;
+}
+
+CaptureOptions LibraryOptions(const Options& options) {
+  CaptureOptions capture;
+  capture.path = options.out;
+  capture.overwrite = options.force;
+  capture.positions = options.positions;
+  capture.stats_every = options.stats_every;
+  capture.layers = ParseLayers(options.layers);
+  if (options.dtype == "f32") capture.type = CaptureType::kF32;
+  if (options.dtype == "bf16") capture.type = CaptureType::kBf16;
+  // The name alone: where the text lay is nobody's business.
+  capture.text = options.file == "-" ? "standard input"
+                                     : std::filesystem::path(options.file).filename().string();
+  capture.backend = options.backend;
+  capture.n_threads = options.threads;
+  return capture;
+}
+
+std::string TypeName(CaptureType type) { return type == CaptureType::kF32 ? "f32" : "bf16"; }
+
+std::string LayersText(const std::vector<std::int32_t>& layers) {
+  std::string text;
+  for (std::size_t i = 0; i < layers.size();) {
+    std::size_t j = i;
+    while (j + 1 < layers.size() && layers[j + 1] == layers[j] + 1) ++j;
+    text += (text.empty() ? "" : ",") + std::to_string(layers[i]);
+    if (j > i) text += "-" + std::to_string(layers[j]);
+    i = j + 1;
+  }
+  return text;
+}
+
+std::string SummaryText(const std::string& path, const CaptureReport& report) {
+  const CaptureGeometry& g = report.geometry;
+  std::ostringstream text;
+  text << "wrote    " << path << ", " << Grouped(report.file_bytes) << " bytes ("
+       << ByteText(static_cast<double>(report.file_bytes)) << ")\n"
+       << "model    " << g.model << ", " << g.architecture << ", " << g.heads.n_heads << " heads, "
+       << g.heads.n_kv_heads << " KV heads, head_dim " << g.heads.head_dim << "\n"
+       << "tokens   " << Grouped(g.n_tokens) << " of " << g.text << "\n"
+       << "layers   " << LayersText(g.layers) << " (" << g.layers.size() << ")\n"
+       << "queries  " << Grouped(static_cast<std::int64_t>(g.q_positions.size()))
+       << " at the end; for statistics "
+       << Grouped(static_cast<std::int64_t>(g.stats_positions.size())) << " before, every "
+       << Grouped(report.stats_every) << " tokens\n"
+       << "dtype    " << TypeName(report.type) << ": " << report.type_reason << "\n";
+  return text.str();
+}
+
+nlohmann::json SummaryJson(const std::string& path, const CaptureReport& report) {
+  const CaptureGeometry& g = report.geometry;
+  return {{"path", path},
+          {"bytes", report.file_bytes},
+          {"model", g.model},
+          {"architecture", g.architecture},
+          {"text", g.text},
+          {"n_tokens", g.n_tokens},
+          {"layers", g.layers},
+          {"n_heads", g.heads.n_heads},
+          {"n_kv_heads", g.heads.n_kv_heads},
+          {"head_dim", g.heads.head_dim},
+          {"positions", g.q_positions.size()},
+          {"stats_positions", g.stats_positions.size()},
+          {"stats_every", report.stats_every},
+          {"dtype", TypeName(report.type)},
+          {"dtype_reason", report.type_reason},
+          {"qk_norm", *g.has_qk_norm},
+          {"qkv_bias", *g.has_qkv_bias},
+          {"backend", report.backend},
+          {"threads", report.n_threads},
+          {"seconds", report.seconds}};
+}
+
+void Capture(const Options& options) {
+  const std::int64_t n_tokens = ParseTokens(options.ctx_size);
+  const CaptureOptions capture = LibraryOptions(options);
+  const auto model = Model::Open(options.model);
+  const std::vector<Token> tokens = ReadTokens(*model, options, n_tokens);
+  if (n_tokens > model->info().n_ctx_train) {
+    std::fprintf(stderr, "fathom: %s tokens are beyond the %s this model was made for\n",
+                 Grouped(n_tokens).c_str(), Grouped(model->info().n_ctx_train).c_str());
+  }
+  CaptureReport report;
+  {
+    Progress progress("capture", "tokens");
+    report = RunCapture(model, tokens, capture, [&](std::int64_t done, std::int64_t total) {
+      progress.Update(done, total);
+      return !Interrupted();
+    });
+  }
+  if (options.json) {
+    WriteOut(SummaryJson(options.out, report)
+                 .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
+             "\n");
+  } else {
+    WriteOut(SummaryText(options.out, report));
+  }
+}
+
+}  // namespace
+
+void AddCaptureCommand(CLI::App& app, int* exit_code) {
+  CLI::App* capture =
+      app.add_subcommand("capture", "Save queries, keys and values of a model on a text");
+  auto options = std::make_shared<Options>();
+  capture->add_option("-m,--model", options->model, "GGUF model")->type_name("FILE")->required();
+  capture->add_option("-f,--file", options->file, "text; - is standard input")
+      ->type_name("FILE")
+      ->required();
+  capture->add_option("-c,--ctx-size", options->ctx_size, "tokens of it to capture, e.g. 8k")
+      ->type_name("N")
+      ->required();
+  capture->add_option("-o,--output", options->out, "safetensors file to write")
+      ->type_name("FILE")
+      ->required();
+  capture->add_option("--positions", options->positions, "keep the queries of the last P positions")
+      ->type_name("P")
+      ->capture_default_str()
+      ->check(InRange(1, 1 << 20));
+  capture
+      ->add_option("--stats-every", options->stats_every,
+                   "and of every S-th position before, for statistics; 0 keeps about 512")
+      ->type_name("S")
+      ->capture_default_str()
+      ->check(InRange(0, 1 << 30));
+  capture->add_option("--layers", options->layers, "layers, e.g. 0,3-5; all if left out")
+      ->type_name("LIST");
+  capture
+      ->add_option("--dtype", options->dtype,
+                   "auto, f32 or bf16; auto is f32 for models with q/k/v biases, else bf16")
+      ->type_name("TYPE")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"auto", "f32", "bf16"}));
+  capture->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
+      ->type_name("N")
+      ->capture_default_str()
+      ->check(InRange(0, 1024));
+  capture->add_option("--backend", options->backend, "kernels (see fathom info)")
+      ->type_name("NAME")
+      ->capture_default_str();
+  capture->add_flag("--force", options->force, "replace the output file if it exists");
+  capture->add_flag("--json", options->json, "print one JSON document instead of text");
+  capture->callback([options, exit_code] {
+    Capture(*options);
+    *exit_code = kExitOk;
+  });
+}
+
+}  // namespace fathom::cli
