@@ -245,6 +245,7 @@ TEST(MethodConformance, TiesGoToTheSmallerToken) {
   for (const auto& spec : SparseSpecs()) {
     if (spec.rfind("random", 0) == 0 || spec.rfind("streaming", 0) == 0) continue;
     if (spec.find("basis=balanced") != std::string::npos) continue;  // keys without any spread
+    if (spec.find("recent=") != std::string::npos) continue;         // newer tokens come first
     const auto method = fixture.Make(spec + "k=46,min=0");
     fixture.Attend(*method);
     for (const auto& head : fixture.spy.attended) {
