@@ -34,6 +34,7 @@ ALLOWED = {
     "backend/cpu": ["base", "memory", "store/layout.h", "backend"],
     "backend/cuda": ["base", "memory", "store/layout.h", "backend"],
     "method": ["base", "memory", "stats", "store", "plan", "backend"],
+    "eval": ["base", "memory", "stats", "store", "plan", "backend", "method", "capture"],
     "model": ["base", "memory"],
     "engine": ["base", "memory", "capture", "stats", "store", "plan", "backend", "method", "model"],
 }

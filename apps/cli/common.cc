@@ -21,6 +21,16 @@ void OnInterrupt(int /*signal*/) {
   std::signal(SIGINT, SIG_DFL);
 }
 
+void WriteFile(const std::string& path, std::string_view text, const char* mode) {
+  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), mode), std::fclose);
+  bool good = file != nullptr;
+  if (good) good = std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
+  if (good) good = std::fclose(file.release()) == 0;
+  if (!good) {
+    throw Error(ErrorCode::kIo, "cannot write '" + path + "': " + std::strerror(errno));
+  }
+}
+
 }  // namespace
 
 void CatchInterrupt() { std::signal(SIGINT, OnInterrupt); }
@@ -44,6 +54,9 @@ std::string ReadText(const std::string& path) {
   if (std::ferror(file) != 0) throw fail();
   return text;
 }
+
+void WriteText(const std::string& path, std::string_view text) { WriteFile(path, text, "wb"); }
+void CheckWritable(const std::string& path) { WriteFile(path, "", "ab"); }
 
 void WriteOut(std::string_view text) {
   if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) {

@@ -24,6 +24,12 @@ bool Interrupted();
 // Whole file, "-" for standard input. Throws Error(kIo) naming the file and the reason.
 std::string ReadText(const std::string& path);
 
+// Replaces the file's content. Throws Error(kIo) naming the file and the reason.
+void WriteText(const std::string& path, std::string_view text);
+// Throws the same if WriteText would for lack of a folder or permission, to find out before the
+// work rather than after it. Leaves an existing file as it is; makes an empty one otherwise.
+void CheckWritable(const std::string& path);
+
 // Writes to standard output at once. Throws Error(kIo) when it cannot: a full disk must not look
 // like success.
 void WriteOut(std::string_view text);

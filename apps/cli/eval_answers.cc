@@ -2,9 +2,7 @@
 #include "eval_answers.h"
 
 #include <algorithm>
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 
 #include "eval_score.h"
@@ -199,17 +197,6 @@ EvalReport Execute(const EvalAnswersOptions& options, const std::vector<std::str
   return report;
 }
 
-// Opens and writes the whole file. Throws Error(kIo).
-void WriteFile(const std::string& path, const std::string& text, const char* mode) {
-  std::unique_ptr<std::FILE, int (*)(std::FILE*)> file(std::fopen(path.c_str(), mode), std::fclose);
-  bool good = file != nullptr;
-  if (good) good = std::fwrite(text.data(), 1, text.size(), file.get()) == text.size();
-  if (good) good = std::fclose(file.release()) == 0;
-  if (!good) {
-    throw Error(ErrorCode::kIo, "cannot write '" + path + "': " + std::strerror(errno));
-  }
-}
-
 void WarnOfCutAnswers(const EvalReport& report, std::int64_t predict) {
   std::int64_t cut = 0;
   for (const EvalMethod& method : report.methods) {
@@ -226,14 +213,14 @@ void WarnOfCutAnswers(const EvalReport& report, std::int64_t predict) {
 int EvalAnswers(const EvalAnswersOptions& options) {
   const std::vector<std::string> specs = ParseSpecLists(options.methods);
   // Found out now rather than after the work.
-  if (!options.output.empty()) WriteFile(options.output, "", "ab");
+  if (!options.output.empty()) CheckWritable(options.output);
   const EvalReport report = Execute(options, specs);
   WarnOfCutAnswers(report, options.predict);
   // Bytes that are not UTF-8 can stand in an answer; JSON cannot hold them.
   const std::string json =
       EvalJson(report, options).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
       "\n";
-  if (!options.output.empty()) WriteFile(options.output, json, "wb");
+  if (!options.output.empty()) WriteText(options.output, json);
   WriteOut(options.json ? json : EvalTables(report));
   return report.interrupted ? kExitInterrupted : kExitOk;
 }

@@ -29,7 +29,7 @@ struct HeadStats {
 // bits; absent for BasisRule::kRaw, which our own store never uses.
 struct HeadCalibration {
   HeadStats stats;
-  std::array<MeanCodec, 2> codec;                  // of 4 and 8 mean bits
+  std::array<MeanCodec, 2> codec;                 // of 4 and 8 mean bits
   std::array<std::vector<double>, 2> distortion;  // [kLevels][D] mean squared errors, likewise
   std::vector<std::int32_t> order;  // [D] channels by falling abs_query * abs_key (Double Sparsity)
 };
@@ -39,9 +39,9 @@ class Calibration {
  public:
   std::int32_t n_layers = 0;
   HeadGeometry heads;
-  std::int64_t n_tokens = 0;  // tokens the statistics saw
-  std::string source;         // where they come from, for people
-  std::string model;          // general.name of the model, may be empty
+  std::int64_t n_tokens = 0;                       // tokens the statistics saw
+  std::string source;                              // where they come from, for people
+  std::string model;                               // general.name of the model, may be empty
   std::vector<HeadCalibration> head_calibrations;  // [n_layers][n_kv_heads][kBasisRules]
   // Factors of the residual mass, [n_layers][n_heads], by canonical method spec.
   std::map<std::string, std::vector<float>> residual;

@@ -4,9 +4,10 @@
 //
 // Protocol. The index of every method is made at the first measured position (or earlier, see
 // ErrorOptions::freeze) from the keys before it and from queries sampled before it, and then grows
-// block by block as in decode: statistics never see what they are measured on. Every measured position is one step: the method attends, dense
-// attention attends, and the two outputs are compared per query head. The first 4 and last 32 tokens
-// and the unfinished block are always attended; k counts the 36.
+// block by block as in decode: statistics never see what they are measured on. Every measured
+// position is one step: the method attends, dense attention attends, and the two outputs are
+// compared per query head. The first 4 and last 32 tokens and the unfinished block are always
+// attended; k counts the 36.
 #pragma once
 
 #include <cstdint>
@@ -44,9 +45,9 @@ struct ErrorOptions {
   int n_threads = 0;  // 0: all processors
 };
 
-// One method at one k. Averages are over layers, query heads and measured positions. Standard errors
-// take a measured position as one observation; neighbouring positions are alike, so they are lower
-// bounds.
+// One method at one k. Averages are over layers, query heads and measured positions. Standard
+// errors take a measured position as one observation; neighbouring positions are alike, so they are
+// lower bounds.
 struct ErrorRow {
   std::string method;  // as it was given
   std::string spec;    // canonical
@@ -55,9 +56,9 @@ struct ErrorRow {
   double median = 0, p99 = 0;
   double recall = 0, recall_se = 0;  // share of the k - 36 best tokens that were selected
   double mass = 0, mass_se = 0;      // attention mass of the attended tokens
-  double read_bits = 0;     // per token and KV head; 0 where every step was dense
-  double stored_bytes = 0;  // index bytes per token and KV head
-  double rows = 0;          // rows attended per step and KV head (union over the group)
+  double read_bits = 0;              // per token and KV head; 0 where every step was dense
+  double stored_bytes = 0;           // index bytes per token and KV head
+  double rows = 0;                   // rows attended per step and KV head (union over the group)
   std::int64_t samples = 0;
   std::vector<double> layer_mean;  // [layers] mean error
 };
@@ -66,9 +67,9 @@ struct ErrorReport {
   std::string capture;  // path
   CaptureGeometry geometry;
   std::vector<std::int32_t> layers;
-  std::int64_t n_positions = 0;    // measured
-  std::int64_t built_tokens = 0;   // tokens that statistics saw
-  std::vector<ErrorRow> rows;      // methods in the order given, k ascending within a method
+  std::int64_t n_positions = 0;   // measured
+  std::int64_t built_tokens = 0;  // tokens that statistics saw
+  std::vector<ErrorRow> rows;     // methods in the order given, k ascending within a method
 };
 
 // done and total count (method, k, position) triples; return false to stop with Error(kCancelled).
@@ -80,21 +81,33 @@ using EvalProgressFn = std::function<bool(std::int64_t done, std::int64_t total)
 ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& options,
                           const EvalProgressFn& progress = {});
 
-// Bits at which a curve of one method reaches the error of a fixed-depth scan, by linear
-// interpolation of log(error) over read bits.
+// A spec without bits, budget and k: what the points of one curve have in common. Throws
+// Error(kUsage) as MethodSpec::Parse.
+std::string CurveOf(const std::string& spec);
+
+// Read bits at which a curve reaches the error of a fixed-depth scan, at one k.
 struct EqualErrorBits {
-  std::string reference;  // method of the fixed scan
-  std::string curve;      // method without its bits or budget
+  std::string reference;   // ErrorRow::method of the scan
+  std::string curve;       // CurveOf(ErrorRow::method) of the curve's first row
+  std::string curve_spec;  // CurveOf(ErrorRow::spec) of all its rows
   std::int64_t k = 0;
   double reference_bits = 0;
   double reference_error = 0;
-  // Read bits of the curve at the reference's error. Empty where the curve does not reach it
-  // (never_reached) or is below it at its fewest bits already (then `below` has those bits).
+  // At most one of the two is set:
+  //   bits   the curve reaches the error here, at one of its points or between two neighbours;
+  //   below  its point of fewest bits, with these, is better than the scan already: it reaches the
+  //          error at fewer bits than were measured;
+  //   none   no point is as good: it reaches the error at more bits than were measured, or never.
   std::optional<double> bits;
   std::optional<double> below;
 };
 
-// All pairs of a fixed-depth row and a curve with at least two points, per k.
+// Every fixed-depth scan (double-sparsity, full4, landmark, loki, quest, sparq, thumbnail) against
+// every curve of the same k: `fathom` rows whose canonical specs differ in bits or budget alone, at
+// two or more different read bits. log(error) is interpolated linearly over read bits between
+// neighbouring points; of several crossings (a curve need not fall) the one of fewest bits counts.
+// Rows without a scan (read bits 0) or whose error is 0 or not finite are left out; of rows with
+// equal specs the first counts. By k as first seen, then scans, then curves in the order of rows.
 std::vector<EqualErrorBits> FindEqualErrorBits(std::span<const ErrorRow> rows);
 
 }  // namespace fathom

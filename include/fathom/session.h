@@ -34,7 +34,7 @@ struct SessionOptions {
   int n_threads = 0;              // 0: all processors this process may use
   std::int32_t chunk = 512;  // tokens per prefill chunk: larger is faster and takes more memory
   std::shared_ptr<const Calibration> calibration;  // statistics of a file; null: the prefill's own
-  bool check_memory = true;  // refuse a session that cannot fit this machine's memory
+  bool check_memory = true;               // refuse a session that cannot fit this machine's memory
   PrefillObserver prefill_observer = {};  // empty: nobody looks
 };
 

@@ -64,8 +64,8 @@ class QuerySamples {
 
   // position: larger than the last one added. q: [n_heads][D], copied.
   void Add(std::int64_t position, const float* q);
-  void KeepEverySecond();         // thins: samples 0, 2, 4, ... stay
-  void KeepLast(std::int64_t n);  // n >= 0; all stay where there are no more
+  void KeepEverySecond();                // thins: samples 0, 2, 4, ... stay
+  void KeepLast(std::int64_t n);         // n >= 0; all stay where there are no more
   void DropFrom(std::int64_t position);  // forgets samples at `position` and later
   void Clear();
 

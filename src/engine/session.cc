@@ -66,9 +66,9 @@ struct Session::Impl {
   }
 
   std::unique_ptr<Method> NewMethod(const std::string& spec) const {
-    return MakeMethod(MethodSpec::Parse(spec),
-                      {&rows, backend.get(), &queries, model->info().has_qk_norm,
-                       options.calibration.get()});
+    return MakeMethod(
+        MethodSpec::Parse(spec),
+        {&rows, backend.get(), &queries, model->info().has_qk_norm, options.calibration.get()});
   }
 
   void CheckRoom(std::int64_t n) const;

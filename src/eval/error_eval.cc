@@ -30,7 +30,8 @@ struct Task {
 
 bool TakesOption(const std::string& method, const std::string& option) {
   for (const MethodInfo& info : ListMethods()) {
-    if (info.name == method) return (" " + info.options).find(" " + option + "=") != std::string::npos;
+    if (info.name == method)
+      return (" " + info.options).find(" " + option + "=") != std::string::npos;
   }
   return false;
 }
@@ -38,10 +39,10 @@ bool TakesOption(const std::string& method, const std::string& option) {
 void CheckK(std::int64_t k, const CaptureFile& capture) {
   const std::int64_t n = capture.geometry().n_tokens;
   if (k > kAlwaysKept && k < n) return;
-  throw Error(ErrorCode::kUsage,
-              "k=" + std::to_string(k) + " does not fit capture '" + capture.path() + "' of " +
-                  std::to_string(n) + " tokens; it must be " + std::to_string(kAlwaysKept + 1) +
-                  ".." + std::to_string(n - 1));
+  throw Error(ErrorCode::kUsage, "k=" + std::to_string(k) + " does not fit capture '" +
+                                     capture.path() + "' of " + std::to_string(n) +
+                                     " tokens; it must be " + std::to_string(kAlwaysKept + 1) +
+                                     ".." + std::to_string(n - 1));
 }
 
 // All methods at all k; methods that take no k (dense) once. Fills the list of distinct k.
@@ -221,8 +222,7 @@ class TaskRun {
     const AttendedTokens attended = method_.attended(kv);
     if (attended.tokens.empty()) return false;
     const std::int64_t n_tokens = capture_.positions()[position] + 1;
-    const std::int64_t last =
-        std::min(n_tokens / kBlockTokens * kBlockTokens, n_tokens - kWindow);
+    const std::int64_t last = std::min(n_tokens / kBlockTokens * kBlockTokens, n_tokens - kWindow);
     const Half* rows = capture_.rows().rows(layer, kv);
     const float* q = capture_.query(layer, position);
     for (std::size_t t = 0; t < attended.tokens.size(); ++t) {
@@ -291,9 +291,8 @@ ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& option
   };
   ParallelFor(n_tasks, n_threads, [&](std::int64_t t) {
     const Task& task = tasks[Size(t)];
-    const auto method =
-        MakeMethod(task.spec, {&measured.rows(), backend.get(), &measured.queries(),
-                               qk_norm[Size(t)] != 0, options.calibration.get()});
+    const auto method = MakeMethod(task.spec, {&measured.rows(), backend.get(), &measured.queries(),
+                                               qk_norm[Size(t)] != 0, options.calibration.get()});
     method->BuildIndex(measured.built_tokens());
     method->ResetCounters();
     TaskRun run(measured, task, *method);

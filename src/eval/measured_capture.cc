@@ -51,7 +51,8 @@ MeasuredCapture::MeasuredCapture(const CaptureFile& capture, const ErrorOptions&
       rows_(static_cast<std::int32_t>(layers_.size()), capture.geometry().heads,
             capture.geometry().n_tokens) {
   const CaptureGeometry& geometry = capture.geometry();
-  if (options.every < 1) Fail("every is " + std::to_string(options.every) + "; it must be 1 or more");
+  if (options.every < 1)
+    Fail("every is " + std::to_string(options.every) + "; it must be 1 or more");
   const std::size_t n = geometry.q_positions.size();
   for (std::size_t i = 0; i < n; i += Size(options.every)) {
     index_.push_back(i);
@@ -88,8 +89,7 @@ void MeasuredCapture::LoadQueries(const CaptureFile& capture, const ErrorOptions
                                   std::int32_t slot) {
   const std::size_t width = Size(heads().n_heads) * Size(heads().head_dim);
   // Without 1/sqrt(D): the same as queries that are sqrt(D) times as long.
-  const float factor =
-      options.unscaled ? std::sqrt(static_cast<float>(heads().head_dim)) : 1.0F;
+  const float factor = options.unscaled ? std::sqrt(static_cast<float>(heads().head_dim)) : 1.0F;
   std::vector<float> q = capture.LoadQueries(layers_[Size(slot)]);
   std::vector<float> stats = capture.LoadStatsQueries(layers_[Size(slot)]);
   for (float& x : q) x *= factor;
@@ -133,8 +133,7 @@ float MeasuredCapture::dense_lse(std::int32_t layer, std::size_t position,
 double MeasuredCapture::threshold(std::size_t k_index, std::int32_t layer, std::size_t position,
                                   std::int32_t head) const {
   const std::size_t slots = Size(n_layers()) * positions_.size();
-  return threshold_[(k_index * slots + Slot(layer, position)) * Size(heads().n_heads) +
-                    Size(head)];
+  return threshold_[(k_index * slots + Slot(layer, position)) * Size(heads().n_heads) + Size(head)];
 }
 
 void MeasuredCapture::MeasureDense(const Backend& backend, std::span<const std::int64_t> k,
@@ -162,8 +161,13 @@ void MeasuredCapture::MeasureSlot(const Backend& backend, std::span<const std::i
     const Half* rows = rows_.rows(layer, kv);
     const float* q = query(layer, position) + Size(kv) * head_floats;
     const std::size_t slot = Slot(layer, position);
-    const AttendHead attend = {rows,     q, nullptr, nullptr, n_tokens,
-                               dense_.data() + slot * Size(heads().n_heads) * Size(heads().head_dim) +
+    const AttendHead attend = {rows,
+                               q,
+                               nullptr,
+                               nullptr,
+                               n_tokens,
+                               dense_.data() +
+                                   slot * Size(heads().n_heads) * Size(heads().head_dim) +
                                    Size(kv) * head_floats,
                                lse_.data() + slot * Size(heads().n_heads) + Size(kv) * group};
     backend.Attend({heads().head_dim, heads().group(), scale(), {&attend, 1}});
@@ -177,8 +181,7 @@ void MeasuredCapture::MeasureSlot(const Backend& backend, std::span<const std::i
         if (keep < last - kSinks) {
           const auto border = begin + kSinks + keep;
           std::nth_element(begin + kSinks, border, begin + last, std::greater<>());
-          limit = (static_cast<double>(*border) +
-                   *std::min_element(begin + kSinks, border)) / 2;
+          limit = (static_cast<double>(*border) + *std::min_element(begin + kSinks, border)) / 2;
         }
         const std::size_t slots = Size(n_layers()) * positions_.size();
         threshold_[(i * slots + slot) * Size(heads().n_heads) + Size(kv) * group + h] = limit;

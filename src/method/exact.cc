@@ -17,10 +17,9 @@ class ExactMethod final : public SparseMethod {
     const HeadGeometry& heads = geometry();
     heads_.resize(static_cast<std::size_t>(heads.n_kv_heads));
     for (std::int32_t h = 0; h < heads.n_kv_heads; ++h) {
-      heads_[static_cast<std::size_t>(h)] = {context_.rows->rows(layer, h),
-                                             q + h * heads.group() * heads.head_dim,
-                                             out.scores + h * heads.group() * out.stride,
-                                             out.stride};
+      heads_[static_cast<std::size_t>(h)] = {
+          context_.rows->rows(layer, h), q + h * heads.group() * heads.head_dim,
+          out.scores + h * heads.group() * out.stride, out.stride};
     }
     context_.backend->Score({heads.head_dim, heads.group(), n_index, heads_});
     return 16.0 * heads.head_dim * heads.n_kv_heads;  // the whole fp16 key

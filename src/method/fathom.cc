@@ -3,8 +3,8 @@
 //
 // Our own read (design 3.1): block means, residual planes with frozen steps, least-squares
 // decoders, plan by measured distortion, residual mass. preset=paper is the published one (design
-// section 3): fp16 block scales and reverse water-filling. Each part is an option, so that it can be
-// switched off and measured alone.
+// section 3): fp16 block scales and reverse water-filling. Each part is an option, so that it can
+// be switched off and measured alone.
 #include <algorithm>
 #include <memory>
 #include <utility>
@@ -39,8 +39,7 @@ constexpr double kMaxBits =
 void ReadPaper(OptionReader& options, Config* config) {
   config->shape.codec = Codec::kPaper;
   config->budget = options.Real("budget", config->budget, 1, kMaxHeadDim * kPlanes);
-  const std::string basis =
-      options.Choice("basis", "auto", {"auto", "raw", "klt", "balanced"});
+  const std::string basis = options.Choice("basis", "auto", {"auto", "raw", "klt", "balanced"});
   config->auto_basis = basis == "auto";
   config->basis = basis == "klt"        ? BasisRule::kKlt
                   : basis == "balanced" ? BasisRule::kBalanced
@@ -62,8 +61,7 @@ void ReadOwn(OptionReader& options, Config* config) {
                 "means nor fitted decoders");
   }
   config->rules.distortions = true;
-  const std::string plan =
-      options.Choice("plan", "measured", {"measured", "published", "common"});
+  const std::string plan = options.Choice("plan", "measured", {"measured", "published", "common"});
   config->plan = plan == "measured"    ? PlanRule::kMeasured
                  : plan == "published" ? PlanRule::kPublished
                                        : PlanRule::kCommon;
@@ -98,8 +96,7 @@ LayerIndexOptions IndexOptions(const Config& config, const MethodContext& contex
   options.shape.head_dim = context.rows->geometry().head_dim;
   options.rules = config.rules;
   // The published rule: raw planes for models with QK-norm, rotated ones otherwise.
-  options.basis =
-      config.auto_basis && !context.has_qk_norm ? BasisRule::kKlt : config.basis;
+  options.basis = config.auto_basis && !context.has_qk_norm ? BasisRule::kKlt : config.basis;
   return options;
 }
 
@@ -130,8 +127,7 @@ class FathomMethod final : public PlaneMethod {
         plans_(static_cast<std::size_t>(n_layers()) *
                static_cast<std::size_t>(geometry().n_kv_heads)) {
     if (!config.paper) {
-      index().set_on_changed(
-          [this](std::int32_t layer, std::int32_t h) { UpdatePlan(layer, h); });
+      index().set_on_changed([this](std::int32_t layer, std::int32_t h) { UpdatePlan(layer, h); });
     }
   }
 
@@ -220,10 +216,10 @@ class FathomMethod final : public PlaneMethod {
     const auto codecs = index().head(layer, kv_head).index.codecs();
     read->tables.resize(codecs.size());
     for (std::size_t c = 0; c < codecs.size(); ++c) {
-      BuildScanTable({geometry().head_dim, geometry().group(), config_own_.shape.mean_bits,
-                      read->q.data(), levels.level.data(), codecs[c].mean_step.data(),
-                      codecs[c].weight.data()},
-                     &read->tables[c]);
+      BuildScanTable(
+          {geometry().head_dim, geometry().group(), config_own_.shape.mean_bits, read->q.data(),
+           levels.level.data(), codecs[c].mean_step.data(), codecs[c].weight.data()},
+          &read->tables[c]);
     }
   }
 

@@ -54,7 +54,8 @@ std::vector<double> MeanAbsKeys(const Half* rows, std::int64_t n_blocks, const B
       for (std::size_t j = 0; j < sum.size(); ++j) sum[j] += std::fabs(x[j]);
     }
   }
-  for (double& s : sum) s /= static_cast<double>(std::max<std::int64_t>(n_blocks, 1)) * kBlockTokens;
+  for (double& s : sum)
+    s /= static_cast<double>(std::max<std::int64_t>(n_blocks, 1)) * kBlockTokens;
   return sum;
 }
 
@@ -84,8 +85,7 @@ HeadStats MeasureHead(const MethodContext& context, std::int32_t layer, std::int
   const std::int32_t dim = heads.head_dim;
   const Half* rows = context.rows->rows(layer, kv_head);
   const QuerySamples none;
-  const QuerySamples& samples =
-      context.queries ? (*context.queries)[Size(layer)].samples : none;
+  const QuerySamples& samples = context.queries ? (*context.queries)[Size(layer)].samples : none;
   const bool mapped = rule == BasisRule::kKlt || rule == BasisRule::kBalanced;
   const Moments keys = KeyMoments(rows, n_tokens, dim, mapped);
 

@@ -14,8 +14,8 @@ BasisRule ReadBasis(OptionReader& options, std::string_view fallback, bool centr
   return centre_raw ? BasisRule::kCentred : BasisRule::kRaw;
 }
 
-PlaneMethod::PlaneMethod(const MethodContext& context, SparseConfig config,
-                         LayerIndexOptions index, std::string spec)
+PlaneMethod::PlaneMethod(const MethodContext& context, SparseConfig config, LayerIndexOptions index,
+                         std::string spec)
     : SparseMethod(context, config, std::move(spec)),
       index_(context, std::move(index)),
       reads_(static_cast<std::size_t>(geometry().n_kv_heads)),
@@ -52,8 +52,7 @@ double PlaneMethod::ScoreLayer(std::int32_t layer, std::int64_t /*n_tokens*/,
     scan.stride = out.stride;
   });
   const IndexShape& shape = index_.shape();
-  context_.backend->Scan(
-      {shape.codec, dim, group, shape.segment_blocks, shape.mean_bits, scan_});
+  context_.backend->Scan({shape.codec, dim, group, shape.segment_blocks, shape.mean_bits, scan_});
   double bits = 0;
   for (const HeadRead& read : reads_) bits += read.read_bits;
   return bits;

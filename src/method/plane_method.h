@@ -47,8 +47,8 @@ class PlaneMethod : public SparseMethod {
 
  private:
   LayerIndex index_;
-  std::vector<HeadRead> reads_;   // [n_kv_heads]
-  std::vector<ScanHead> scan_;    // [n_kv_heads]
+  std::vector<HeadRead> reads_;  // [n_kv_heads]
+  std::vector<ScanHead> scan_;   // [n_kv_heads]
 };
 
 }  // namespace fathom

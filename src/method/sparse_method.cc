@@ -201,8 +201,8 @@ void SparseMethod::Select(const Step& step) {
                  winners_.data() + h * group * keep, tokens_.data() + h * capacity_,
                  mask_.data() + h * capacity_,       &attended_[h]};
   }
-  context_.backend->Select({static_cast<std::int32_t>(group), kSinks, step.last, step.n_tokens,
-                            step.keep, select});
+  context_.backend->Select(
+      {static_cast<std::int32_t>(group), kSinks, step.last, step.n_tokens, step.keep, select});
   if (!one_set) return;
   const auto everyone = static_cast<std::uint16_t>((1U << heads.group()) - 1);
   for (std::size_t h = 0; h < n_kv; ++h) {
@@ -257,8 +257,7 @@ void SparseMethod::MeasureRest(const Step& step, const float* q) {
     mass[kv] = {scores, static_cast<std::int64_t>(stride), shift_.data() + kv * group,
                 mass_.data() + kv * group * n_blocks};
   }
-  context_.backend->Mass(
-      {heads.group(), static_cast<std::int64_t>(n_blocks), scale(), mass});
+  context_.backend->Mass({heads.group(), static_cast<std::int64_t>(n_blocks), scale(), mass});
   for (std::size_t h = 0; h < n_heads; ++h) {
     const auto kv_head = static_cast<std::int32_t>(h / group);
     ValueMeans& values = Values(step.layer, kv_head);
@@ -347,8 +346,8 @@ void SparseMethod::BuildIndex(std::int64_t n_tokens) {
     ExtendIndex(layer, n_tokens);
     FitResidual(layer, n_tokens);
     for (std::int32_t h = 0; h < geometry().n_kv_heads; ++h) {
-      Values(layer, h).MoveTo(context_.rows->rows(layer, h),
-                              n_tokens / kBlockTokens * kBlockTokens, SkippedValues());
+      Values(layer, h).MoveTo(context_.rows->rows(layer, h), n_tokens / kBlockTokens * kBlockTokens,
+                              SkippedValues());
     }
   }
 }

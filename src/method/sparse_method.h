@@ -18,8 +18,8 @@ namespace fathom {
 
 // Options every scanning method takes.
 struct SparseConfig {
-  std::int64_t k = 512;     // tokens attended per query head, sinks and window included
-  std::int64_t min = 1024;  // shorter sessions decode densely
+  std::int64_t k = 512;           // tokens attended per query head, sinks and window included
+  std::int64_t min = 1024;        // shorter sessions decode densely
   std::int32_t dense_layers = 0;  // the first layers that decode densely
   ResidualRule residual = ResidualRule::kOff;
 };
@@ -43,8 +43,8 @@ enum class GroupRule {
 struct LayerScores {
   float* scores = nullptr;  // [n_heads][stride]
   std::int64_t stride = 0;  // at least the tokens of the index
-  // For the residual, zeros unless set: the true score is estimated as score + offset, with an error
-  // of variance `noise`.
+  // For the residual, zeros unless set: the true score is estimated as score + offset, with an
+  // error of variance `noise`.
   float* offset = nullptr;  // [n_heads]
   float* noise = nullptr;   // [n_heads]
 };
@@ -61,8 +61,8 @@ class SparseMethod : public Method {
   AttendedTokens attended(std::int32_t kv_head) const final;
 
  protected:
-  // Scores of tokens 0 .. n_index - 1 of the layer for all query heads; n_index is a whole number of
-  // blocks. Scores of further indexed tokens may be written as well. Returns the read bits per
+  // Scores of tokens 0 .. n_index - 1 of the layer for all query heads; n_index is a whole number
+  // of blocks. Scores of further indexed tokens may be written as well. Returns the read bits per
   // token, summed over the KV heads.
   virtual double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index,
                             const float* q, const LayerScores& out) = 0;
@@ -137,11 +137,11 @@ class SparseMethod : public Method {
   std::vector<std::uint16_t> mask_;     // [n_kv_heads][capacity]
   std::vector<std::int64_t> attended_;  // [n_kv_heads]; -1 after a dense step
   std::size_t capacity_ = 0;
-  std::vector<float> lse_;              // [n_heads]
-  std::vector<float> shift_;            // [n_heads]
-  std::vector<float> mass_;             // [n_heads][n_index / 64]
-  std::vector<float> rest_;             // [n_heads][D]
-  std::vector<float> rest_mass_;        // [n_heads]
+  std::vector<float> lse_;        // [n_heads]
+  std::vector<float> shift_;      // [n_heads]
+  std::vector<float> mass_;       // [n_heads][n_index / 64]
+  std::vector<float> rest_;       // [n_heads][D]
+  std::vector<float> rest_mass_;  // [n_heads]
 };
 
 }  // namespace fathom

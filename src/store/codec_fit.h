@@ -50,9 +50,9 @@ class CodecSums {
 
  private:
   struct Channel {
-    double xx = 0;                                          // sum x^2
-    double yy = 0;  // sum y^2, y = x - quantized block mean (x in the paper codec)
-    double square = 0;                                      // sum sigma_p^2, the same for all p
+    double xx = 0;      // sum x^2
+    double yy = 0;      // sum y^2, y = x - quantized block mean (x in the paper codec)
+    double square = 0;  // sum sigma_p^2, the same for all p
     std::array<double, kPlanes> right{};                    // sum sigma_p y
     std::array<double, kPlanes*(kPlanes - 1) / 2> cross{};  // sum sigma_p sigma_q, p < q, see Pair
   };

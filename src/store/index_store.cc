@@ -118,8 +118,8 @@ void HeadIndex::AddSegment(std::int32_t table) {
   views_.push_back(view);
 }
 
-// Closes the last segment, which is full, and adds one; with the mean codec, one with a codec fitted
-// on the last. All that can fail comes first.
+// Closes the last segment, which is full, and adds one; with the mean codec, one with a codec
+// fitted on the last. All that can fail comes first.
 void HeadIndex::AddNextSegment(BlockReader& reader, const Backend& backend) {
   const std::size_t last = segments_.size() - 1;
   std::vector<double> errors;
@@ -140,9 +140,9 @@ void HeadIndex::AddNextSegment(BlockReader& reader, const Backend& backend) {
 }
 
 std::vector<double> HeadIndex::SegmentErrors(std::size_t s) const {
-  const std::vector<float>& weight =
-      shape_.codec == Codec::kMean ? codecs_[static_cast<std::size_t>(views_[s].table)].weight
-                                   : cell_weight_;
+  const std::vector<float>& weight = shape_.codec == Codec::kMean
+                                         ? codecs_[static_cast<std::size_t>(views_[s].table)].weight
+                                         : cell_weight_;
   return segments_[s].sums.Errors(weight);
 }
 
@@ -183,7 +183,8 @@ void HeadIndex::Truncate(const Half* rows, std::int64_t n_blocks) {
   views_.back().n_blocks = static_cast<std::int32_t>(n_blocks - last * shape_.segment_blocks);
   n_blocks_ = n_blocks;
   if (!tracks()) return;
-  if (shape_.codec == Codec::kMean) codecs_.erase(codecs_.begin() + views_.back().table + 1, codecs_.end());
+  if (shape_.codec == Codec::kMean)
+    codecs_.erase(codecs_.begin() + views_.back().table + 1, codecs_.end());
   Segment& open = segments_.back();
   open.errors.clear();
   open.sums = CodecSums(shape_.head_dim);
