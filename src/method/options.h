@@ -64,6 +64,10 @@ struct MethodEntry {
 extern const MethodEntry kDenseEntry;
 extern const MethodEntry kExactEntry;
 extern const MethodEntry kFathomEntry;
+extern const MethodEntry kH2oEntry;
+extern const MethodEntry kLandmarkEntry;
+extern const MethodEntry kQuestEntry;
 extern const MethodEntry kRandomEntry;
+extern const MethodEntry kStreamingEntry;
 
 }  // namespace fathom

@@ -9,7 +9,8 @@
 namespace fathom {
 namespace {
 
-constexpr std::array kEntries = {&kDenseEntry, &kExactEntry, &kFathomEntry, &kRandomEntry};
+constexpr std::array kEntries = {&kDenseEntry,    &kExactEntry, &kFathomEntry, &kH2oEntry,
+                                 &kLandmarkEntry, &kQuestEntry, &kRandomEntry, &kStreamingEntry};
 
 const MethodEntry& FindEntry(const std::string& name) {
   std::string valid;
