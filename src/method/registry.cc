@@ -9,7 +9,10 @@
 namespace fathom {
 namespace {
 
-constexpr std::array kEntries = {&kDenseEntry, &kExactEntry, &kFathomEntry, &kRandomEntry};
+constexpr std::array kEntries = {
+    &kDenseEntry, &kDoubleSparsityEntry, &kExactEntry, &kFathomEntry,    &kFull4Entry,
+    &kLokiEntry,  &kRandomEntry,         &kSparqEntry, &kThumbnailEntry,
+};
 
 const MethodEntry& FindEntry(const std::string& name) {
   std::string valid;
