@@ -246,6 +246,7 @@ TEST(MethodConformance, TiesGoToTheSmallerToken) {
   fixture.rows.Write(0, 0, 640, same.data(), same.data());
   for (const auto& spec : SparseSpecs()) {
     if (spec.rfind("random", 0) == 0) continue;
+    if (spec.find("basis=balanced") != std::string::npos) continue;  // keys without any spread
     const auto method = fixture.Make(spec + "k=46,min=0");
     fixture.Attend(*method);
     for (const auto& head : fixture.spy.attended) {

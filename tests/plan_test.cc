@@ -8,12 +8,19 @@
 #include <vector>
 
 #include "fathom/plan.h"
+#include "support/plan_reference.h"
 #include "support/random_data.h"
 
 namespace fathom {
 namespace {
 
+using test::Cost;
+using test::Exhaustive;
+using test::GreedyPath;
+using test::Predicted;
 using test::Random;
+using test::RandomDistortions;
+using test::Weights;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 constexpr double kInf = std::numeric_limits<double>::infinity();
@@ -130,101 +137,6 @@ TEST(PaperReadBits, CountsScalesOfActiveChannels) {
   EXPECT_EQ(PaperReadBits({}), 0);
 }
 
-// --- measured plan
-// ---------------------------------------------------------------------------------------------------
-
-// Distortions [kLevels][D] that fall roughly by 4 per plane, some channels not convex, some not
-// even monotone.
-std::vector<double> RandomDistortions(std::size_t dim, std::uint64_t seed) {
-  Random random(seed);
-  std::vector<double> d(kLevels * dim);
-  for (std::size_t j = 0; j < dim; ++j) {
-    double value = std::exp2(6.0 * random.Uniform() - 3.0);
-    for (std::size_t u = 0; u < kLevels; ++u) {
-      d[u * dim + j] = value;
-      value *= std::exp2(-3.0 * random.Uniform() + (random.Uniform() < 0.1 ? 1.0 : 0.0));
-    }
-  }
-  return d;
-}
-
-std::vector<double> Weights(const std::vector<float>& q, std::size_t dim,
-                            const std::vector<double>& distortion) {
-  std::vector<double> w(dim);
-  for (std::size_t h = 0; h < q.size() / dim; ++h) {
-    double spread = 0;
-    for (std::size_t j = 0; j < dim; ++j) {
-      spread += std::pow(static_cast<double>(q[h * dim + j]), 2) * distortion[j];
-    }
-    for (std::size_t j = 0; j < dim; ++j) {
-      w[j] += std::pow(static_cast<double>(q[h * dim + j]), 2) / std::max(spread, 1e-20);
-    }
-  }
-  return w;
-}
-
-double Predicted(const std::vector<std::uint8_t>& level, const std::vector<double>& w,
-                 const std::vector<double>& distortion) {
-  double sum = 0;
-  for (std::size_t j = 0; j < w.size(); ++j) sum += w[j] * distortion[level[j] * w.size() + j];
-  return sum;
-}
-
-double Cost(const std::vector<std::uint8_t>& level, std::int32_t mean_bits) {
-  const auto cost = MeanLevelCosts(mean_bits);
-  double sum = 0;
-  for (const std::uint8_t u : level) sum += cost[u];
-  return sum;
-}
-
-// The least weighted distortion of all level combinations within the budget.
-double Exhaustive(const std::vector<double>& w, const std::vector<double>& distortion,
-                  std::int32_t mean_bits, double bits) {
-  std::vector<std::uint8_t> level(w.size());
-  double best = kInf;
-  while (true) {
-    if (Cost(level, mean_bits) <= bits) best = std::min(best, Predicted(level, w, distortion));
-    std::size_t j = 0;
-    while (j < level.size() && ++level[j] == kLevels) level[j++] = 0;
-    if (j == level.size()) return best;
-  }
-}
-
-// The greedy plan by plain search: of all upgrades of channels that are not ended the one with the
-// most gain per bit, the smaller channel and then the smaller level among equals; one that does not
-// fit ends its channel. Returns the levels after every step taken.
-std::vector<std::vector<std::uint8_t>> GreedyPath(const std::vector<double>& w,
-                                                  const std::vector<double>& distortion,
-                                                  std::int32_t mean_bits, double bits) {
-  const auto cost = MeanLevelCosts(mean_bits);
-  const std::size_t dim = w.size();
-  std::vector<std::uint8_t> level(dim);
-  std::vector<bool> ended(dim);
-  std::vector<std::vector<std::uint8_t>> path = {level};
-  while (true) {
-    double best = 0;
-    std::size_t channel = 0, to = 0;
-    for (std::size_t j = 0; j < dim; ++j) {
-      for (std::size_t u = level[j] + 1u; u < kLevels && !ended[j]; ++u) {
-        const double gain = distortion[level[j] * dim + j] - distortion[u * dim + j];
-        const double rate = w[j] * gain / (cost[u] - cost[level[j]]);
-        if (rate > best) {
-          best = rate;
-          channel = j;
-          to = u;
-        }
-      }
-    }
-    if (best == 0) return path;
-    if (Cost(level, mean_bits) + cost[to] - cost[level[channel]] > bits) {
-      ended[channel] = true;
-      continue;
-    }
-    level[channel] = static_cast<std::uint8_t>(to);
-    path.push_back(level);
-  }
-}
-
 TEST(MeasuredPlan, IsOptimalWhereNoStepIsRefused) {
   for (std::uint64_t seed = 0; seed < 12; ++seed) {
     const std::size_t dim = 4 + seed % 2;
@@ -233,12 +145,12 @@ TEST(MeasuredPlan, IsOptimalWhereNoStepIsRefused) {
     const DistortionHull hull(distortion, mean_bits);
     const std::vector<float> q = test::RandomNormal(static_cast<std::int64_t>(dim) * 2, seed + 50);
     const std::vector<double> w = Weights(q, dim, distortion);
-    for (const auto& level : GreedyPath(w, distortion, mean_bits, kInf)) {
-      const double bits = Cost(level, mean_bits);
+    for (const auto& level : GreedyPath(w, distortion, MeanLevelCosts(mean_bits), kInf)) {
+      const double bits = Cost(level, MeanLevelCosts(mean_bits));
       const MeasuredPlan plan = PlanMeasured(q.data(), 2, hull, bits);
       EXPECT_EQ(plan.level, level) << seed << " at " << bits;
       EXPECT_EQ(plan.read_bits, bits);
-      const double best = Exhaustive(w, distortion, mean_bits, bits);
+      const double best = Exhaustive(w, distortion, MeanLevelCosts(mean_bits), bits);
       EXPECT_NEAR(Predicted(plan.level, w, distortion), best, 1e-12 * best + 1e-300);
     }
   }
@@ -257,7 +169,7 @@ TEST(MeasuredPlan, EqualsThePlainSearchAtAnyBudget) {
     for (const double bits :
          {-1.0, 0.0, 0.05, 0.3, 1.0, 3.17, 14.0, 28.0, 28.03, 64.5, 200.0, 1e9}) {
       EXPECT_EQ(PlanMeasured(q.data(), group, hull, bits).level,
-                GreedyPath(w, distortion, mean_bits, bits).back())
+                GreedyPath(w, distortion, MeanLevelCosts(mean_bits), bits).back())
           << "seed " << seed << ", " << bits << " bits";
     }
   }
@@ -276,7 +188,7 @@ TEST(MeasuredPlan, IsNeverOverBudgetAndMoreBitsNeverHurt) {
       const double bits = 0.37 * step;
       const MeasuredPlan plan = PlanMeasured(q.data(), 4, hull, bits);
       ASSERT_LE(plan.read_bits, bits);
-      ASSERT_EQ(plan.read_bits, Cost(plan.level, mean_bits));
+      ASSERT_EQ(plan.read_bits, Cost(plan.level, MeanLevelCosts(mean_bits)));
       const double predicted = Predicted(plan.level, w, distortion);
       ASSERT_LE(predicted, last * (1 + 1e-6)) << bits;  // gains are kept in single precision
       last = predicted;

@@ -106,7 +106,8 @@ TEST_F(SessionTest, SetMethodIndexesTheSameRows) {
   EXPECT_GT(session.method().MemoryBytes(), 0);
   EXPECT_THROW(session.SetMethod("fathom:k=3"), Error);
   EXPECT_EQ(session.method().spec(),
-            "fathom:preset=own,bits=28,meanbits=4,basis=raw,k=128,min=1024");
+            "fathom:preset=own,bits=28,store=mean,meanbits=4,weights=lsq,plan=measured,basis=raw,"
+            "budgets=flat,k=128,min=1024,dense=0,residual=mean");
 }
 
 TEST_F(SessionTest, SparseWithAllTokensEqualsDense) {

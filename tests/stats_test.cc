@@ -139,6 +139,68 @@ TEST(SecondMoment, EqualsTheDirectSumWithAnyStrideAndMerge) {
   EXPECT_EQ(first.count(), kQueries);
 }
 
+// Samples of 4 heads of 3 channels: the value tells position, head and channel.
+QuerySamples SamplesAt(const std::vector<std::int64_t>& positions) {
+  QuerySamples samples(4, 3);
+  for (const std::int64_t position : positions) {
+    std::vector<float> q(12);
+    for (std::size_t i = 0; i < 12; ++i) {
+      q[i] = static_cast<float>(position) * 100.0f + static_cast<float>(i);
+    }
+    samples.Add(position, q.data());
+  }
+  return samples;
+}
+
+void ExpectSamplesAt(const QuerySamples& samples, const std::vector<std::int64_t>& positions) {
+  ASSERT_EQ(samples.size(), static_cast<std::int64_t>(positions.size()));
+  EXPECT_TRUE(std::ranges::equal(samples.positions(), positions));
+  for (std::size_t s = 0; s < positions.size(); ++s) {
+    for (std::size_t i = 0; i < 12; ++i) {
+      EXPECT_EQ(samples.query(static_cast<std::int64_t>(s))[i],
+                static_cast<float>(positions[s]) * 100.0f + static_cast<float>(i));
+    }
+  }
+}
+
+TEST(QuerySamples, ThinAndKeepTheLast) {
+  QuerySamples samples = SamplesAt({0, 7, 8, 20, 33});
+  EXPECT_EQ(samples.n_heads(), 4);
+  EXPECT_EQ(samples.head_dim(), 3);
+  ExpectSamplesAt(samples, {0, 7, 8, 20, 33});
+  samples.KeepEverySecond();
+  ExpectSamplesAt(samples, {0, 8, 33});
+  samples.KeepLast(5);
+  ExpectSamplesAt(samples, {0, 8, 33});
+  samples.KeepLast(2);
+  ExpectSamplesAt(samples, {8, 33});
+  samples.KeepEverySecond();
+  ExpectSamplesAt(samples, {8});
+  samples.KeepEverySecond();
+  ExpectSamplesAt(samples, {8});
+  samples.KeepLast(0);
+  ExpectSamplesAt(samples, {});
+  samples.KeepEverySecond();
+  ExpectSamplesAt(samples, {});
+  const std::vector<float> q(12, 1.0f);
+  samples.Add(3, q.data());  // any position after the samples are gone
+  EXPECT_EQ(samples.size(), 1);
+  samples.Clear();
+  ExpectSamplesAt(samples, {});
+  EXPECT_EQ(samples.head_dim(), 3);
+  EXPECT_EQ(QuerySamples().size(), 0);
+}
+
+TEST(QuerySamples, GiveTheQueriesOfAGroup) {
+  const QuerySamples samples = SamplesAt({1, 2, 5});
+  EXPECT_EQ(samples.OfGroup(1, 2, 1),
+            (std::vector<float>{206, 207, 208, 209, 210, 211, 506, 507, 508, 509, 510, 511}));
+  EXPECT_EQ(samples.OfGroup(3, 1),
+            (std::vector<float>{109, 110, 111, 209, 210, 211, 509, 510, 511}));
+  EXPECT_EQ(samples.OfGroup(0, 4).size(), 36U);
+  EXPECT_TRUE(samples.OfGroup(0, 4, 3).empty());
+}
+
 // Keys with strongly coupled channels and queries that prefer some of them.
 class KltTest : public testing::TestWithParam<std::int32_t> {
  protected:

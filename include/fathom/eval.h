@@ -4,7 +4,7 @@
 //
 // Protocol. The index of every method is made at the first measured position (or earlier, see
 // ErrorOptions::freeze) from the keys before it and from queries sampled before it, and then grows
-// block by block as in decode. Every measured position is one step: the method attends, dense
+// block by block as in decode: statistics never see what they are measured on. Every measured position is one step: the method attends, dense
 // attention attends, and the two outputs are compared per query head. The first 4 and last 32 tokens
 // and the unfinished block are always attended; k counts the 36.
 #pragma once
@@ -33,9 +33,9 @@ struct ErrorOptions {
   // measured position.
   double freeze = 0;
   bool unscaled = false;  // softmax of q.k without 1/sqrt(D), to compare with published tables only
-  // The residual's factors are fitted on the last of the earlier queries. true: on the first half of
-  // the measured positions, and methods with a residual are reported on the second half alone (the
-  // rule of an independent implementation to compare with).
+  // The rule of the independent implementation that results are checked against: statistics see all
+  // keys of the capture, the residual's factors are fitted on the first half of the measured
+  // positions, and methods with a residual are reported on the second half alone.
   bool fit_on_measured = false;
   std::shared_ptr<const Calibration> calibration;  // of the capture's model, or null
   // For published reads with basis=auto when the capture does not tell: has the model QK-norm?
@@ -71,12 +71,12 @@ struct ErrorReport {
   std::vector<ErrorRow> rows;      // methods in the order given, k ascending within a method
 };
 
-// done and total count (method, k, layer) triples; return false to stop with Error(kCancelled).
+// done and total count (method, k, position) triples; return false to stop with Error(kCancelled).
 using EvalProgressFn = std::function<bool(std::int64_t done, std::int64_t total)>;
 
 // Throws Error(kUsage) for specs, k or layers that do not fit the capture (k at or above the tokens
 // of the capture: nothing to select), Error(kCorrupt) for keys or queries that are not finite.
-// Progress is called from the calling thread's parallel region, one call at a time.
+// Progress is called from any of its threads, one call at a time.
 ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& options,
                           const EvalProgressFn& progress = {});
 

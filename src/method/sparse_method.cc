@@ -260,10 +260,10 @@ void SparseMethod::MeasureRest(const Step& step, const float* q) {
   context_.backend->Mass(
       {heads.group(), static_cast<std::int64_t>(n_blocks), scale(), mass});
   for (std::size_t h = 0; h < n_heads; ++h) {
-    ValueMeans& values = values_[Size(step.layer) * mass.size() + h / group];
+    const auto kv_head = static_cast<std::int32_t>(h / group);
+    ValueMeans& values = Values(step.layer, kv_head);
     if (h % group == 0) {
-      values.MoveTo(context_.rows->rows(step.layer, static_cast<std::int32_t>(h / group)),
-                    step.n_index, fixed_residual() ? 0 : kSinks);
+      values.MoveTo(context_.rows->rows(step.layer, kv_head), step.n_index, SkippedValues());
     }
     const std::span<const float> blocks(mass_.data() + h * n_blocks, n_blocks);
     double sum = 0;
@@ -346,6 +346,10 @@ void SparseMethod::BuildIndex(std::int64_t n_tokens) {
     if (fitted_[Size(layer)] != 0) continue;
     ExtendIndex(layer, n_tokens);
     FitResidual(layer, n_tokens);
+    for (std::int32_t h = 0; h < geometry().n_kv_heads; ++h) {
+      Values(layer, h).MoveTo(context_.rows->rows(layer, h),
+                              n_tokens / kBlockTokens * kBlockTokens, SkippedValues());
+    }
   }
 }
 
@@ -353,10 +357,11 @@ void SparseMethod::Truncate(std::int64_t n_tokens) {
   TruncateIndex(n_tokens);
   std::ranges::fill(attended_, -1);
   max_tokens_ = std::min(max_tokens_, n_tokens);
+  const bool refit = n_tokens < fitted_tokens_;
   for (ValueMeans& values : values_) {
-    if (values.n_tokens() > n_tokens) values.Clear();
+    if (refit || values.n_tokens() > n_tokens) values.Clear();
   }
-  if (n_tokens < fitted_tokens_) {
+  if (refit) {
     std::ranges::fill(fitted_, 0);
     fitted_tokens_ = 0;
   }

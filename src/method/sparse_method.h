@@ -115,6 +115,11 @@ class SparseMethod : public Method {
   void SampleResidual(const Step& step, const float* q,
                       std::vector<std::vector<ResidualSample>>* samples);
 
+  ValueMeans& Values(std::int32_t layer, std::int32_t kv_head) {
+    return values_[static_cast<std::size_t>(layer * geometry().n_kv_heads + kv_head)];
+  }
+  std::int64_t SkippedValues() const { return fixed_residual() ? 0 : kSinks; }
+
   const std::string spec_;
   std::int64_t max_tokens_ = 0;  // most tokens an index can hold now
   // Residual: factors [n_layers][n_heads], which layers have been fitted, mean values
