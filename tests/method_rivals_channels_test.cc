@@ -1,106 +1,21 @@
 // SPDX-License-Identifier: MIT
 // Double Sparsity, Loki, SparQ, thumbnail (FFD) and all planes: cases worked out by hand from the
-// definitions, and comparisons with plain re-implementations in double.
+// definitions. Comparisons on random sessions: method_rivals_channels_random.cc.
 #include <gtest/gtest.h>
 
-#include <algorithm>
 #include <array>
-#include <cmath>
-#include <functional>
 #include <map>
-#include <set>
 
-#include "base/half.h"
-#include "fathom/fathom.h"
 #include "method/ffd.h"
 #include "method/label_method.h"
-#include "support/compare.h"
-#include "support/random_data.h"
+#include "support/rival_session.h"
 
 namespace fathom {
 namespace {
 
-std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-using Winners = std::set<std::int64_t>;
-
-// One layer, one KV head.
-class Session {
- public:
-  Session(std::int32_t group, std::int32_t dim, std::int64_t n)
-      : heads{group, 1, dim},
-        n_tokens(n),
-        keys(Size(n * dim)),
-        values(keys.size()),
-        queries{{QuerySamples(group, dim), QuerySamples(group, dim)}},
-        q(Size(group * dim)),
-        rows_(std::make_unique<RowStore>(1, heads, n + 64)),
-        backend_(MakeBackend("cpu", 1)) {}
-
-  float& Key(std::int64_t token, std::int64_t channel) {
-    return keys[Size(token * heads.head_dim + channel)];
-  }
-  float& Value(std::int64_t token, std::int64_t channel) {
-    return values[Size(token * heads.head_dim + channel)];
-  }
-  float& Q(std::int64_t head, std::int64_t channel) {
-    return q[Size(head * heads.head_dim + channel)];
-  }
-  void Sample(std::int64_t position, const std::vector<std::vector<float>>& of_heads) {
-    std::vector<float> sample(q.size());
-    for (std::size_t h = 0; h < of_heads.size(); ++h) {
-      std::ranges::copy(of_heads[h],
-                        sample.begin() + static_cast<std::ptrdiff_t>(h * Size(heads.head_dim)));
-    }
-    queries[0].samples.Add(position, sample.data());
-  }
-  void RandomSamples(std::uint64_t seed) {
-    for (std::int64_t p = 20; p < 120; p += 7) {
-      const auto sample = test::RandomNormal(static_cast<std::int64_t>(q.size()),
-                                             seed + static_cast<std::uint64_t>(p));
-      queries[0].samples.Add(p, sample.data());
-    }
-  }
-
-  // One decode step. What was attended is read from `method` then.
-  void Run(const std::string& spec) {
-    rows_->Write(0, 0, n_tokens, keys.data(), values.data());
-    rows_->Commit(n_tokens);
-    method = MakeMethod(MethodSpec::Parse(spec + ",min=0"),
-                        {rows_.get(), backend_.get(), &queries, false, nullptr});
-    out.assign(q.size(), NAN);
-    method->Attend(0, n_tokens, q.data(), out.data());
-  }
-
-  std::int64_t last() const { return std::min(n_tokens / 64 * 64, n_tokens - 32); }
-  Winners Of(std::int32_t head) const {
-    Winners winners;
-    const AttendedTokens attended = method->attended(0);
-    for (std::size_t i = 0; i < attended.tokens.size(); ++i) {
-      const std::int64_t token = attended.tokens[i];
-      if (token >= kSinks && token < last() && (attended.mask[i] >> head & 1) != 0) {
-        winners.insert(token);
-      }
-    }
-    return winners;
-  }
-  double bits() const { return method->counters().mean_read_bits(); }
-  // As the row store keeps it.
-  double K(std::int64_t token, std::int64_t channel) const {
-    return HalfToFloat(FloatToHalf(keys[Size(token * heads.head_dim + channel)]));
-  }
-
-  HeadGeometry heads;
-  std::int64_t n_tokens;
-  std::vector<float> keys, values;
-  std::vector<LayerQueries> queries;
-  std::vector<float> q, out;
-  std::unique_ptr<Method> method;
-
- private:
-  std::unique_ptr<RowStore> rows_;
-  std::unique_ptr<Backend> backend_;
-};
+using test::Size;
+using test::Winners;
+using Session = test::RivalSession;
 
 // The published example (tests/worked_example_test.cc): its six keys are tokens 20 .. 25 of a
 // session of zero keys, its heads A and B are heads 0 and 1. Two winners per head.
@@ -177,12 +92,14 @@ TEST_F(WorkedExample, SparqByItsAuthors) {
 
 // Two planes: A = 4.10 -2.40 .70 5.70 -2.40 4.20, B = 2.08 .07 -1.47 2.78 -.67 3.52.
 TEST_F(WorkedExample, ThumbnailMisranksBothHeads) {
-  Expect("thumbnail:", {3, 5}, {5, 3}, 2.25 * 16);
+  Expect("thumbnail:planes=2", {3, 5}, {5, 3}, 2.25 * 16);
 }
 
 // As double-sparsity, and channel 2 (cell .0625) -.219 .281 .094 .406 -.469 -.281, channel 3 hardly
 // anything: A = 5.00 .. 5.20 .. 3.60, B = 2.67 .. 2.18 .. 3.53.
-TEST_F(WorkedExample, Full4RanksBothHeadsRight) { Expect("full4:", {0, 3}, {5, 0}, 4.25 * 16); }
+TEST_F(WorkedExample, Full4RanksBothHeadsRight) {
+  Expect("full4:basis=raw", {0, 3}, {5, 0}, 4.25 * 16);
+}
 
 // Key channels are sign patterns of the token's bits, so uncorrelated: channel 2 has bit 0 and
 // variance 16, channel 9 bit 1 and variance 1, channel 5 bit 2 and variance 4. Queries have energy
@@ -315,171 +232,6 @@ TEST(Ffd, TakesWholeBlocksByMarginOverTheProbes) {
     EXPECT_EQ(session.Of(1), expected) << n;
     EXPECT_DOUBLE_EQ(session.bits(), 2.25 * 16);
     EXPECT_EQ(session.method->MemoryBytes(), 5 * (128 * 16 / 4 + 16 * 4));
-  }
-}
-
-// --- Random sessions against plain re-implementations
-// ---------------------------------------------
-
-constexpr std::int32_t kGroup = 3, kDim = 16;
-constexpr std::int64_t kTokens = 500, kIndexed = 448;
-
-Session RandomSession(std::uint64_t seed) {
-  Session session(kGroup, kDim, kTokens);
-  session.keys = test::RandomData(test::DataKind::kHeavyTailed, kTokens, kDim, seed);
-  session.values = test::RandomNormal(kTokens * kDim, seed + 1);
-  session.q = test::RandomNormal(kGroup * kDim, seed + 2, 0.4);
-  session.RandomSamples(seed + 3);
-  return session;
-}
-
-// No token left out has a better score than a winner, up to rounding.
-using ScoreFn = std::function<double(std::int32_t head, std::int64_t token)>;
-void ExpectBest(const Session& session, const ScoreFn& score, std::size_t n_winners,
-                const std::string& name) {
-  for (std::int32_t h = 0; h < kGroup; ++h) {
-    const Winners winners = session.Of(h);
-    ASSERT_EQ(winners.size(), n_winners) << name;
-    double worst = INFINITY, best_left = -INFINITY, largest = 0;
-    for (std::int64_t i = kSinks; i < session.last(); ++i) {
-      const double s = score(h, i);
-      largest = std::max(largest, std::fabs(s));
-      if (winners.count(i) != 0) {
-        worst = std::min(worst, s);
-      } else {
-        best_left = std::max(best_left, s);
-      }
-    }
-    EXPECT_GE(worst, best_left - 1e-5 * largest) << name << " head " << h;
-  }
-}
-
-// Value of a key after `planes` planes of the common store.
-double Coded(const Session& session, std::int64_t token, std::int64_t channel, int planes) {
-  float top = 0;
-  for (std::int64_t i = token / 64 * 64; i < token / 64 * 64 + 64; ++i) {
-    top = std::max(top, static_cast<float>(std::fabs(session.K(i, channel))));
-  }
-  const float a = HalfToFloat(FloatToHalf(top));
-  const float ratio = std::floor(static_cast<float>(session.K(token, channel)) / (a / 8));
-  const int code = static_cast<int>(std::clamp(ratio, -8.F, 7.F)) + 8;
-  const int half = 1 << (planes - 1);
-  return ((code >> (4 - planes)) + .5 - half) * a / half;
-}
-
-std::vector<std::int64_t> Largest(const std::vector<double>& weight, std::size_t n) {
-  std::vector<std::int64_t> order(weight.size());
-  for (std::size_t j = 0; j < order.size(); ++j) order[j] = static_cast<std::int64_t>(j);
-  std::ranges::stable_sort(order,
-                           [&](auto a, auto b) { return weight[Size(a)] > weight[Size(b)]; });
-  order.resize(n);
-  return order;
-}
-
-ScoreFn CodedScore(const Session& session, std::vector<std::vector<std::int64_t>> channels,
-                   int planes) {
-  return [&session, channels = std::move(channels), planes](std::int32_t h, std::int64_t token) {
-    double sum = 0;
-    for (const auto c : channels[Size(h)]) {
-      sum += session.q[Size(h * kDim + c)] * Coded(session, token, c, planes);
-    }
-    return sum;
-  };
-}
-
-TEST(RivalsAtRandom, CommonRules) {
-  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
-    Session session = RandomSession(100 * seed);
-    const QuerySamples& samples = session.queries[0].samples;
-    std::vector<double> fixed(kDim), shared(kDim);
-    std::vector<std::vector<std::int64_t>> own, same, all(kGroup);
-    for (std::int64_t j = 0; j < kDim; ++j) {
-      double k = 0, q = 0;
-      for (std::int64_t i = 0; i < kIndexed; ++i) k += std::fabs(session.K(i, j));
-      for (std::int64_t s = 0; s < samples.size(); ++s) {
-        for (std::int64_t h = 0; h < kGroup; ++h) q += std::fabs(samples.query(s)[h * kDim + j]);
-      }
-      fixed[Size(j)] = k * q;
-      for (auto& channels : all) channels.push_back(j);
-    }
-    for (std::int64_t h = 0; h < kGroup; ++h) {
-      std::vector<double> alone(kDim);
-      for (std::size_t j = 0; j < kDim; ++j) {
-        alone[j] = std::fabs(session.q[Size(h) * kDim + j]);
-        shared[j] += alone[j];
-      }
-      own.push_back(Largest(alone, 4));
-    }
-    const auto check = [&](const std::string& spec, const ScoreFn& score) {
-      session.Run(spec + ",k=80");
-      ExpectBest(session, score, 44, spec);
-    };
-    same.assign(kGroup, Largest(fixed, 5));
-    check("double-sparsity:c=5", CodedScore(session, same, 4));
-    same.assign(kGroup, Largest(shared, 5));
-    check("sparq:r=5", CodedScore(session, same, 4));
-    check("sparq:r=4,channels=head", CodedScore(session, own, 4));
-    check("full4:", CodedScore(session, all, 4));
-    for (int planes = 1; planes <= 4; ++planes) {
-      check("thumbnail:planes=" + std::to_string(planes), CodedScore(session, all, planes));
-    }
-  }
-}
-
-// Estimated logits of SparQ's authors, 1/sqrt(D) included.
-std::vector<double> SparqLogits(const Session& session, std::int32_t head, std::size_t r) {
-  std::vector<double> shared(kDim);
-  for (std::size_t x = 0; x < session.q.size(); ++x) shared[x % kDim] += std::fabs(session.q[x]);
-  double all = 0, chosen = 0;
-  const float* q = session.q.data() + head * kDim;
-  for (std::int64_t j = 0; j < kDim; ++j) all += std::fabs(q[j]);
-  const auto channels = Largest(shared, r);
-  for (const auto c : channels) chosen += std::fabs(q[c]);
-  std::vector<double> logits(Size(session.n_tokens));
-  for (std::int64_t i = 0; i < session.n_tokens; ++i) {
-    for (const auto c : channels) logits[Size(i)] += q[c] * session.K(i, c);
-    logits[Size(i)] /= std::sqrt(kDim * chosen / all);
-  }
-  return logits;
-}
-
-TEST(RivalsAtRandom, SparqByItsAuthors) {
-  for (std::uint64_t seed = 1; seed <= 6; ++seed) {
-    Session session = RandomSession(1000 * seed);
-    session.Run("sparq:r=5,rule=author,k=80");
-    std::vector<std::vector<double>> logits;
-    for (std::int32_t h = 0; h < kGroup; ++h) logits.push_back(SparqLogits(session, h, 5));
-    const auto sum = [&](std::int32_t, std::int64_t token) {
-      return logits[0][Size(token)] + logits[1][Size(token)] + logits[2][Size(token)];
-    };
-    ExpectBest(session, sum, 44, "sparq");
-    std::vector<double> expected;
-    for (std::int32_t h = 0; h < kGroup; ++h) {
-      double estimated = 0, chosen = 0, exact = 0;
-      std::vector<double> out(kDim), mean(kDim);
-      const Winners winners = session.Of(h);
-      for (std::int64_t i = 0; i < kTokens; ++i) {
-        const double e = std::exp(logits[Size(h)][Size(i)]);
-        estimated += e;
-        const auto v = [&](std::int64_t d) {
-          return HalfToFloat(FloatToHalf(session.values[Size(i * kDim + d)]));
-        };
-        for (std::int64_t d = 0; d < kDim && i < kIndexed; ++d) mean[Size(d)] += v(d) / kIndexed;
-        if (i >= kSinks && i < session.last() && winners.count(i) == 0) continue;
-        chosen += e;
-        double dot = 0;
-        for (std::int64_t d = 0; d < kDim; ++d)
-          dot += session.q[Size(h * kDim + d)] * session.K(i, d);
-        const double weight = std::exp(dot / std::sqrt(static_cast<double>(kDim)));
-        exact += weight;
-        for (std::int64_t d = 0; d < kDim; ++d) out[Size(d)] += weight * v(d);
-      }
-      const double w = chosen / estimated;
-      for (std::size_t d = 0; d < kDim; ++d) {
-        expected.push_back(w * out[d] / exact + (1 - w) * mean[d]);
-      }
-    }
-    EXPECT_TRUE(test::Near(session.out, expected, 1e-5)) << seed;
   }
 }
 
