@@ -292,7 +292,7 @@ void AddEvalErrorCommand(CLI::App& eval, int* exit_code) {
   CLI::App* error = eval.add_subcommand(
       "error", "Error of the attention output against dense attention, by method, on captures");
   error->add_option("captures", options->captures, "captures (see fathom capture)")
-      ->type_name("CAPTURE...");
+      ->type_name("CAPTURE");
   CLI::Option* preset = error
                             ->add_option("--preset", options->preset,
                                          "a named list of methods; --preset list shows the names")
