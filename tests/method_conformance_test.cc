@@ -129,6 +129,26 @@ const std::vector<SpecCase>& SpecCases() {
       {"quest:rule=author,", 256, 256},
       {"random:seed=3,", 0, 0},
       {"streaming:", 0, 0},
+      {"double-sparsity:", 136, 136},
+      {"double-sparsity:c=19,basis=klt,residual=block,", 80.75, 80.75},
+      {"double-sparsity:rule=author,", 160, 160},
+      {"double-sparsity:rule=author,order=q,labels=fp16,basis=klt,", 2048, 2048},
+      {"double-sparsity:rule=author,order=qk,c=24,residual=mean,", 512, 512},
+      {"full4:", 544, 544},
+      {"full4:basis=balanced,residual=mean,", 544, 544},
+      {"loki:", 136, 136},
+      {"loki:basis=raw,r=64,residual=mean,", 272, 272},
+      {"loki:rule=author,", 512, 512},
+      {"loki:rule=author,r=40,basis=balanced,residual=block,", 640, 640},
+      {"sparq:", 136, 136},
+      {"sparq:channels=head,basis=klt,residual=mean,", 136, 544},
+      {"sparq:rule=author,", 512, 512},
+      {"sparq:rule=author,realloc=off,basis=klt,r=16,", 256, 256},
+      {"sparq:rule=author,basis=balanced,", 512, 512},
+      {"thumbnail:", 288, 288},
+      {"thumbnail:planes=1,basis=klt,residual=mean,", 160, 160},
+      {"thumbnail:rule=ffd,", 288, 288},
+      {"thumbnail:rule=ffd,basis=klt,", 288, 288},
   };
   return kCases;
 }
@@ -434,7 +454,7 @@ std::string UsageError(const std::string& spec) {
 TEST(MethodSpec, BadSpecsNameValueLimitAndRemedy) {
   const std::vector<std::pair<std::string, std::vector<std::string>>> cases = {
       {"", {"name is missing"}},
-      {"fathm:k=512", {"fathm", "valid: dense, ", "fathom, "}},
+      {"fathm:k=512", {"fathm", "valid: dense, double-sparsity, exact, fathom"}},
       {"fathom:k=36", {"k=36", "37.."}},
       {"fathom:k=abc", {"k=abc", "whole number"}},
       {"fathom:k=512x", {"k=512x"}},

@@ -13,8 +13,8 @@
 #include "fathom/fathom.h"
 #include "method/head_stats.h"
 #include "support/compare.h"
+#include "support/one_layer_session.h"
 #include "support/random_data.h"
-#include "support/rival_session.h"
 
 namespace fathom {
 namespace {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
 // `fathom capture`: saves queries, keys and values of a model on a text, for study.
-#include <charconv>
 #include <cstdio>
 #include <filesystem>
 #include <memory>
@@ -27,40 +26,6 @@ struct Options {
   bool force = false;
   bool json = false;
 };
-
-constexpr std::int32_t kMaxLayer = 9999;
-
-Error LayersError(const std::string& text) {
-  return {ErrorCode::kUsage,
-          "--layers '" + text + "' is no list of layers; write 0,3-5 for example"};
-}
-
-std::int32_t ParseLayer(std::string_view number, const std::string& text) {
-  std::int32_t layer = -1;
-  const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), layer);
-  if (error != std::errc() || end != number.data() + number.size() || layer < 0 ||
-      layer > kMaxLayer) {
-    throw LayersError(text);
-  }
-  return layer;
-}
-
-// "0,3-5" as 0, 3, 4, 5.
-std::vector<std::int32_t> ParseLayers(const std::string& text) {
-  std::vector<std::int32_t> layers;
-  if (text.empty()) return layers;
-  std::istringstream parts(text + ",");
-  for (std::string part; std::getline(parts, part, ',');) {
-    const std::size_t dash = part.find('-');
-    const std::string_view view = part;
-    const std::int32_t first = ParseLayer(view.substr(0, dash), text);
-    const std::int32_t last =
-        dash == std::string::npos ? first : ParseLayer(view.substr(dash + 1), text);
-    if (last < first) throw LayersError(text);
-    for (std::int32_t layer = first; layer <= last; ++layer) layers.push_back(layer);
-  }
-  return layers;
-}
 
 // The first n tokens of the text, the BOS included where the model wants one.
 std::vector<Token> ReadTokens(const Model& model, const Options& options, std::int64_t n) {

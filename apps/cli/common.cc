@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <sstream>
 
 namespace fathom::cli {
 namespace {
@@ -19,6 +20,23 @@ static_assert(std::atomic<bool>::is_always_lock_free, "written by a signal handl
 void OnInterrupt(int /*signal*/) {
   interrupted = true;
   std::signal(SIGINT, SIG_DFL);
+}
+
+constexpr std::int32_t kMaxLayer = 9999;
+
+Error LayersError(const std::string& text) {
+  return {ErrorCode::kUsage,
+          "--layers '" + text + "' is no list of layers; write 0,3-5 for example"};
+}
+
+std::int32_t ParseLayer(std::string_view number, const std::string& text) {
+  std::int32_t layer = -1;
+  const auto [end, error] = std::from_chars(number.data(), number.data() + number.size(), layer);
+  if (error != std::errc() || end != number.data() + number.size() || layer < 0 ||
+      layer > kMaxLayer) {
+    throw LayersError(text);
+  }
+  return layer;
 }
 
 void WriteFile(const std::string& path, std::string_view text, const char* mode) {
@@ -79,6 +97,22 @@ std::int64_t ParseTokens(const std::string& text) {
                 "'" + text + "' is not a number of tokens; write 4096, 32k or 1M");
   }
   return value * scale;
+}
+
+std::vector<std::int32_t> ParseLayers(const std::string& text) {
+  std::vector<std::int32_t> layers;
+  if (text.empty()) return layers;
+  std::istringstream parts(text + ",");
+  for (std::string part; std::getline(parts, part, ',');) {
+    const std::size_t dash = part.find('-');
+    const std::string_view view = part;
+    const std::int32_t first = ParseLayer(view.substr(0, dash), text);
+    const std::int32_t last =
+        dash == std::string::npos ? first : ParseLayer(view.substr(dash + 1), text);
+    if (last < first) throw LayersError(text);
+    for (std::int32_t layer = first; layer <= last; ++layer) layers.push_back(layer);
+  }
+  return layers;
 }
 
 std::string Grouped(std::int64_t number) {

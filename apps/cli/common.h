@@ -37,6 +37,9 @@ void WriteOut(std::string_view text);
 // "4096", "32k" (1,024 times) or "1M". Throws Error(kUsage).
 std::int64_t ParseTokens(const std::string& text);
 
+// "0,3-5" as 0, 3, 4, 5; nothing of an empty text. Throws Error(kUsage).
+std::vector<std::int32_t> ParseLayers(const std::string& text);
+
 // "31,604".
 std::string Grouped(std::int64_t number);
 // "12.3 MiB".

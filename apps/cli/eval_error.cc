@@ -74,7 +74,7 @@ Work Prepare(const EvalErrorOptions& options) {
   Work work;
   ErrorOptions& eval = work.options;
   eval.methods = Methods(options, preset);
-  eval.layers = options.layers;
+  eval.layers = ParseLayers(options.layers);
   eval.every = options.every;
   eval.freeze = options.freeze;
   eval.unscaled = options.metric == "unscaled";
@@ -144,7 +144,7 @@ nlohmann::json Document(const EvalErrorOptions& options, const Work& work,
                          {"options",
                           {{"methods", work.options.methods},
                            {"k", work.k_texts},
-                           {"layers", options.layers},
+                           {"layers", work.options.layers},
                            {"every", options.every},
                            {"freeze", options.freeze},
                            {"metric", options.metric},
@@ -213,11 +213,8 @@ void AddRunOptions(CLI::App* error, EvalErrorOptions* options) {
 void AddProtocolOptions(CLI::App* error, EvalErrorOptions* options) {
   error
       ->add_option("--layers", options->layers,
-                   "layers of the model, e.g. 0,14,27; default: all that the capture holds")
-      ->type_name("L,L...")
-      ->delimiter(',')
-      ->allow_extra_args(false)
-      ->check(InRange(0, 1 << 20));
+                   "layers of the model, e.g. 0,3-5; all of the capture if left out")
+      ->type_name("LIST");
   error->add_option("--every", options->every, "measure every N-th of the capture's positions")
       ->type_name("N")
       ->capture_default_str()

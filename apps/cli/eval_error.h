@@ -16,7 +16,7 @@ struct EvalErrorOptions {
   std::vector<std::string> captures;
   std::vector<std::string> methods;  // lists of specs, see SplitSpecs; empty: those of the preset
   std::vector<std::string> k;        // see ParseK; empty: those of the preset
-  std::vector<std::int32_t> layers;
+  std::string layers;                // see ParseLayers; empty: all of the capture
   std::int64_t every = 1;
   double freeze = 0;
   std::string metric = "scaled";

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <cstdio>
 #include <limits>
 #include <optional>
 #include <string_view>
@@ -27,6 +28,7 @@ constexpr double kTitleHeight = 34;
 constexpr double kLegendRow = 24;
 constexpr double kMarker = 4.2;
 constexpr double kLabelSize = 12;
+constexpr double kLabelHeight = kLabelSize + 2;
 constexpr double kTickSize = 12;
 constexpr double kPanelTitleSize = 14;
 
@@ -174,6 +176,29 @@ Range XRange(const PlotFigure& figure) {
   return range.Padded(0.07, 0.6);
 }
 
+// Values of y. Levels far from everything else are left out: they would squeeze it.
+Range YRange(const PlotPanel& panel) {
+  Range range;
+  Range levels;
+  for (const PlotSeries& series : panel.series) {
+    for (const PlotPoint& point : series.points) {
+      if (!Drawable(series, point)) continue;
+      (series.kind == PlotKind::kLevel ? levels : range).Add(point.y);
+    }
+  }
+  if (range.low > range.high) return levels;
+  constexpr double kFar = 0.25;  // log10
+  const Range near = range.Padded(0, range.high - range.low + 2 * kFar);
+  for (const PlotSeries& series : panel.series) {
+    if (series.kind != PlotKind::kLevel || series.points.empty()) continue;
+    const PlotPoint& level = series.points.front();
+    if (!Drawable(series, level)) continue;
+    const double at = std::log10(level.y);
+    if (at >= near.low && at <= near.high) range.Add(level.y);
+  }
+  return range;
+}
+
 // Draws one panel whose plot area has its top left corner at (left, top).
 class PanelDrawer {
  public:
@@ -186,12 +211,7 @@ class PanelDrawer {
         right_(left + kPlotWidth),
         bottom_(top + kPlotHeight),
         placer_({left + 2, top + 2, right_ - 2, bottom_ - 2}) {
-    Range range;
-    for (const PlotSeries& series : panel.series) {
-      for (const PlotPoint& point : series.points)
-        if (Drawable(series, point)) range.Add(point.y);
-    }
-    const Range y_range = range.Padded(0.08, 0.3);
+    const Range y_range = YRange(panel).Padded(0.08, 0.3);
     x_ = {x_range.low, x_range.high, left_, right_};
     y_ = {y_range.low, y_range.high, bottom_, top_};
   }
@@ -241,6 +261,7 @@ class PanelDrawer {
     if (series.kind == PlotKind::kLevel) {
       if (series.points.empty() || !Drawable(series, series.points.front())) return;
       const double y = y_.Pixel(series.points.front().y);
+      if (y < top_ || y > bottom_) return;  // DrawLabels says so
       svg_ += Line(left_, y, right_, y, kPointColour, 1.4,
                    Attr("stroke-dasharray", kDashes.at(n_levels_++ % kDashes.size())));
       placer_.AddLine(left_, y, right_, y);
@@ -282,39 +303,47 @@ class PanelDrawer {
 
   void DrawLabels(const PlotSeries& series) {
     const std::string name = FitText(series.name, kLabelSize, kPlotWidth * 0.6);
-    const double width = TextWidth(name, kLabelSize);
-    constexpr double kHeight = kLabelSize + 2;
     for (const PlotPoint& point : series.points) {
       if (!Drawable(series, point)) continue;
       const double y = y_.Pixel(point.y);
-      PlacedLabel label;
-      double x = 0;
-      if (series.kind == PlotKind::kLevel) {
-        label = placer_.OnLevel(y, width, kHeight);
-      } else {
-        x = x_.Pixel(point.x);
-        label = placer_.BesidePoint(x, y, width, kHeight);
-      }
+      if (series.kind == PlotKind::kLevel) return DrawLevelLabel(name, y, point.y);
+      const double x = x_.Pixel(point.x);
+      const PlacedLabel label =
+          placer_.BesidePoint(x, y, TextWidth(name, kLabelSize), kLabelHeight);
       if (label.leader) {
         svg_ += Line(x, y, label.lead_x, label.lead_y, "#9a9a9a", 0.8);
         placer_.AddLine(x, y, label.lead_x, label.lead_y);
       }
       // The text's true width is not known: it keeps to the side of its point.
-      const bool is_left = series.kind == PlotKind::kLevel || label.box.right <= x;
-      const bool is_right = label.box.left >= x && !is_left;
-      const double at = is_left    ? label.box.right
-                        : is_right ? label.box.left
-                                   : (label.box.left + label.box.right) / 2;
-      // A white rim keeps the text readable on lines.
-      svg_ += Text(at, label.box.bottom - 4, name,
-                   is_left    ? "end"
-                   : is_right ? "start"
-                              : "middle",
-                   kLabelSize, kInk,
-                   Attr("stroke", "#ffffff") + Attr("stroke-width", 3) +
-                       Attr("stroke-linejoin", "round") + Attr("paint-order", "stroke"));
-      if (series.kind == PlotKind::kLevel) return;
+      if (label.box.left >= x) {
+        DrawLabel(label.box.left, label.box.bottom, name, "start");
+      } else if (label.box.right <= x) {
+        DrawLabel(label.box.right, label.box.bottom, name, "end");
+      } else {
+        DrawLabel((label.box.left + label.box.right) / 2, label.box.bottom, name, "middle");
+      }
     }
+  }
+
+  // A level beyond the plot is named at its edge, with its value and an arrow.
+  void DrawLevelLabel(std::string name, double y, double value) {
+    if (y < top_ || y > bottom_) {
+      std::array<char, 32> text{};
+      std::snprintf(text.data(), text.size(), "%.3g", value);
+      name += std::string(": ") + text.data() + (y < top_ ? " \xE2\x86\x91" : " \xE2\x86\x93");
+      y = std::clamp(y, top_, bottom_);
+    }
+    const PlacedLabel label = placer_.OnLevel(y, TextWidth(name, kLabelSize), kLabelHeight);
+    DrawLabel(label.box.right, label.box.bottom, name, "end");
+  }
+
+  // A white rim keeps the text readable on lines. It is a text of its own below the other: not
+  // every viewer knows paint-order.
+  void DrawLabel(double x, double bottom, const std::string& name, const char* anchor) {
+    svg_ += Text(x, bottom - 4, name, anchor, kLabelSize, "#ffffff",
+                 Attr("stroke", "#ffffff") + Attr("stroke-width", 3) +
+                     Attr("stroke-linejoin", "round") + Attr("aria-hidden", "true"));
+    svg_ += Text(x, bottom - 4, name, anchor, kLabelSize, kInk);
   }
 
   const PlotPanel& panel_;

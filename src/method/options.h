@@ -62,12 +62,17 @@ struct MethodEntry {
 
 // Defined beside each method; listed in registry.cc.
 extern const MethodEntry kDenseEntry;
+extern const MethodEntry kDoubleSparsityEntry;
 extern const MethodEntry kExactEntry;
 extern const MethodEntry kFathomEntry;
+extern const MethodEntry kFull4Entry;
 extern const MethodEntry kH2oEntry;
 extern const MethodEntry kLandmarkEntry;
+extern const MethodEntry kLokiEntry;
 extern const MethodEntry kQuestEntry;
 extern const MethodEntry kRandomEntry;
+extern const MethodEntry kSparqEntry;
 extern const MethodEntry kStreamingEntry;
+extern const MethodEntry kThumbnailEntry;
 
 }  // namespace fathom

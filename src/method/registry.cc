@@ -9,8 +9,11 @@
 namespace fathom {
 namespace {
 
-constexpr std::array kEntries = {&kDenseEntry,    &kExactEntry, &kFathomEntry, &kH2oEntry,
-                                 &kLandmarkEntry, &kQuestEntry, &kRandomEntry, &kStreamingEntry};
+constexpr std::array kEntries = {
+    &kDenseEntry, &kDoubleSparsityEntry, &kExactEntry,     &kFathomEntry, &kFull4Entry,
+    &kH2oEntry,   &kLandmarkEntry,       &kLokiEntry,      &kQuestEntry,  &kRandomEntry,
+    &kSparqEntry, &kStreamingEntry,      &kThumbnailEntry,
+};
 
 const MethodEntry& FindEntry(const std::string& name) {
   std::string valid;

@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: MIT
+#include "method/table_method.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/parallel.h"
+
+namespace fathom {
+
+TableMethod::TableMethod(const MethodContext& context, SparseConfig config, std::string spec)
+    : SparseMethod(context, config, std::move(spec)),
+      built_tokens_(static_cast<std::size_t>(n_layers())),
+      n_blocks_(built_tokens_.size()) {}
+
+void TableMethod::BuildAll(std::int64_t n_tokens) {
+  for (std::int32_t layer = 0; layer < n_layers(); ++layer) {
+    if (built_tokens_[static_cast<std::size_t>(layer)] == 0)
+      TableMethod::ExtendIndex(layer, n_tokens);
+  }
+}
+
+void TableMethod::ExtendIndex(std::int32_t layer, std::int64_t n_tokens) {
+  const std::int64_t n_blocks = n_tokens / kBlockTokens;
+  std::int64_t& built = built_tokens_[static_cast<std::size_t>(layer)];
+  std::int64_t& have = n_blocks_[static_cast<std::size_t>(layer)];
+  const bool start = built == 0;
+  if (!start && have >= n_blocks) return;
+  ParallelFor(geometry().n_kv_heads, context_.backend->n_threads(), [&](std::int64_t h) {
+    const auto kv_head = static_cast<std::int32_t>(h);
+    if (start) StartHead(layer, kv_head, n_tokens);
+    ExtendHead(layer, kv_head, have, n_blocks);
+  });
+  have = n_blocks;
+  if (start) built = n_tokens;
+}
+
+void TableMethod::TruncateIndex(std::int64_t n_tokens) {
+  for (std::size_t layer = 0; layer < n_blocks_.size(); ++layer) {
+    if (n_tokens < built_tokens_[layer]) {  // the statistics saw what is gone
+      built_tokens_[layer] = 0;
+      n_blocks_[layer] = 0;
+    }
+    n_blocks_[layer] = std::min(n_blocks_[layer], n_tokens / kBlockTokens);
+  }
+}
+
+std::int64_t TableMethod::IndexMemory() const {
+  std::int64_t bytes = 0;
+  for (const std::int64_t n : n_blocks_) bytes += n > 0 ? StoredBytes(n) : 0;
+  return bytes * geometry().n_kv_heads;
+}
+
+}  // namespace fathom
