@@ -376,6 +376,7 @@ TEST_F(Random, ShadowKvChoosesOutliersAndTheLargestSoftmax) {
       for (std::int32_t g = 0; g < kGroup; ++g) {
         const float* q = q_.data() + (kv * kGroup + g) * kDim;
         std::vector<double> logit;
+        logit.reserve(means.size());
         double sum = 0;
         for (const auto& mean : means) logit.push_back(Dot(q, mean.data(), kDim) / std::sqrt(kDim));
         for (std::size_t c = 0; c < kChunks; ++c)
