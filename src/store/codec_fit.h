@@ -65,13 +65,18 @@ class CodecSums {
 // Weights [D][4][4] of cell centres: ranges[j] * 2^-(p+1) for bit p, whatever the number of planes.
 std::vector<float> CentreWeights(const std::vector<float>& ranges);
 
+// Multiples of the rms, [D], by Ranges::kMeasured. Looks at no more than 256 of the blocks.
+std::vector<float> FitRangeMultiples(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
+                                     int mean_limit, const std::vector<float>& mean_step,
+                                     const std::vector<float>& rms);
+
 // Frozen steps of blocks first .. first + n_blocks - 1; weights are left empty. Requires n_blocks >
 // 0.
 MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape);
+                   const IndexShape& shape, Ranges ranges);
 
 // Steps and decoders of these blocks. They are packed into scratch memory only.
 MeanCodec FitCodec(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape, Decoders decoders, const Backend& backend);
+                   const IndexShape& shape, const IndexRules& rules, const Backend& backend);
 
 }  // namespace fathom
