@@ -43,21 +43,20 @@ float ToStep(double step) {
   return std::isfinite(step) ? static_cast<float>(step + kSmallestStep) : 1.0f;
 }
 
-// 4 sigma of the block means is the largest code.
+// The largest code is `reach` root mean squares of the block means about 0, the mean of all keys.
 std::vector<float> FitMeanSteps(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                                std::int32_t dim, int limit) {
-  Moments moments(dim);
+                                std::int32_t dim, int limit, double reach) {
+  std::vector<double> square(Size(dim));
   std::vector<float> mean(Size(dim));
   for (std::int64_t b = first; b < first + n_blocks; ++b) {
     BlockMeans(reader.Load(b), dim, mean.data());
-    moments.Add(mean.data(), 1);
+    for (std::size_t j = 0; j < mean.size(); ++j) {
+      square[j] += static_cast<double>(mean[j]) * mean[j];
+    }
   }
-  const double n = static_cast<double>(n_blocks);
   std::vector<float> step(Size(dim));
-  const std::vector<double> variance = moments.Variance();
   for (std::size_t j = 0; j < step.size(); ++j) {
-    const double population = variance[j] * (n - 1) / n;
-    step[j] = ToStep(4.0 * std::sqrt(population) / limit);
+    step[j] = ToStep(reach * std::sqrt(square[j] / static_cast<double>(n_blocks)) / limit);
   }
   return step;
 }
@@ -238,11 +237,11 @@ std::vector<float> CentreWeights(const std::vector<float>& ranges) {
 }
 
 MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape, Ranges ranges) {
+                   const IndexShape& shape, Ranges ranges, double mean_reach) {
   assert(n_blocks > 0);
   const int limit = layout::MeanLimit(shape.mean_bits);
   MeanCodec codec;
-  codec.mean_step = FitMeanSteps(reader, first, n_blocks, shape.head_dim, limit);
+  codec.mean_step = FitMeanSteps(reader, first, n_blocks, shape.head_dim, limit, mean_reach);
   const std::vector<double> rms = ResidualRms(reader, first, n_blocks, limit, codec.mean_step);
   std::vector<float> multiple(rms.size(), 2.0F);
   if (ranges == Ranges::kMeasured) {
@@ -257,7 +256,7 @@ MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_block
 
 MeanCodec FitCodec(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
                    const IndexShape& shape, const IndexRules& rules, const Backend& backend) {
-  MeanCodec codec = FitSteps(reader, first, n_blocks, shape, rules.ranges);
+  MeanCodec codec = FitSteps(reader, first, n_blocks, shape, rules.ranges, kMeanReachAhead);
   if (rules.decoders == Decoders::kCentre) {
     codec.weight = CentreWeights(codec.range);
     return codec;

@@ -56,7 +56,7 @@ void HeadIndex::Build(const Half* rows, std::int64_t n_blocks, const Backend& ba
   try {
     if (fit) {
       BlockReader reader(rows, basis_);
-      codecs_.push_back(FitSteps(reader, 0, n_blocks, shape_, rules_.ranges));
+      codecs_.push_back(FitSteps(reader, 0, n_blocks, shape_, rules_.ranges, kMeanReach));
     } else if (shape_.codec == Codec::kMean) {
       codecs_.push_back(*codec);
       if (rules_.decoders == Decoders::kCentre) codecs_[0].weight = CentreWeights(codec->range);
