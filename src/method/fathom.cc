@@ -88,7 +88,7 @@ Config ReadConfig(OptionReader& options) {
     throw Error(ErrorCode::kUsage,
                 "fathom: budgets=file and plan=common both share bits among layers; give one");
   }
-  config.sparse = ReadSparseConfig(options, config.paper ? "off" : "mean");
+  config.sparse = ReadSparseConfig(options, config.paper ? "off" : "block");
   options.Finish();
   return config;
 }
@@ -156,7 +156,10 @@ class FathomMethod final : public PlaneMethod {
 
   void BuildAll(std::int64_t n_tokens) override {
     PlaneMethod::BuildAll(n_tokens);
-    if (config_own_.plan == PlanRule::kCommon && !fit_done_) FitCommon();
+    if (config_own_.plan == PlanRule::kCommon && (!fit_done_ || Outgrown(fit_tokens_, n_tokens))) {
+      FitCommon();
+      fit_tokens_ = n_tokens;
+    }
   }
 
   void ExtendIndex(std::int32_t layer, std::int64_t n_tokens) override {
@@ -266,6 +269,7 @@ class FathomMethod final : public PlaneMethod {
   std::vector<HeadPlan> plans_;     // [n_layers][n_kv_heads], our read
   double multiplier_ = kNotFitted;  // plan=common
   bool fit_done_ = false;           // or there were no queries to fit it on
+  std::int64_t fit_tokens_ = 0;     // tokens of the session then
 };
 
 void Check(OptionReader& options) { ReadConfig(options); }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "fathom/calibration.h"
+#include "method/head_stats.h"
 
 namespace fathom {
 namespace {
@@ -341,6 +342,7 @@ void SparseMethod::BuildIndex(std::int64_t n_tokens) {
   max_tokens_ = std::max(max_tokens_, n_tokens);
   BuildAll(n_tokens);
   if (config_.residual == ResidualRule::kOff) return;
+  if (Outgrown(fitted_tokens_, n_tokens)) std::ranges::fill(fitted_, 0);
   for (std::int32_t layer = config_.dense_layers; layer < n_layers(); ++layer) {
     if (fitted_[Size(layer)] != 0) continue;
     ExtendIndex(layer, n_tokens);
