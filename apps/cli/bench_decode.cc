@@ -30,6 +30,7 @@ struct BenchOptions {
   std::int64_t steps = 24;
   int threads = 0;
   std::string backend = "cpu";
+  std::string statistics_file;  // empty: the prefill's own
   bool no_llama = false;
   bool json = false;
 };
@@ -127,6 +128,7 @@ void MeasureOurs(const std::shared_ptr<const Model>& model, const BenchOptions& 
   session_options.ctx_size = static_cast<std::int64_t>(tokens.size());
   session_options.backend = options.backend;
   session_options.n_threads = options.threads;
+  session_options.calibration = LoadStatistics(options.statistics_file);
   Session session(model, session_options);
   for (const std::int64_t context : contexts) {
     const auto at = static_cast<std::size_t>(session.n_tokens());
@@ -228,6 +230,7 @@ void PrintJson(const std::vector<Sample>& samples, const BenchOptions& options, 
   json["threads"] = threads;
   json["backend"] = backend;
   json["steps"] = options.steps;
+  json["stats_file"] = options.statistics_file;
   json["processor"] = DescribeMachine().processor;
   json["interrupted"] = Interrupted();
   json["samples"] = nlohmann::json::array();
@@ -305,6 +308,7 @@ void AddBenchCommand(CLI::App& app, int* exit_code) {
       ->check(InRange(0, 1024));
   decode->add_option("--backend", options->backend, "kernels (see fathom info)")
       ->capture_default_str();
+  decode->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
   decode->add_flag("--no-llama", options->no_llama, "leave libllama out");
   decode->add_flag("--json", options->json, "print one JSON document");
   decode->callback([options, exit_code] { *exit_code = BenchDecode(*options); });

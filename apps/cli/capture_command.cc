@@ -8,6 +8,7 @@
 
 #include "common.h"
 #include "progress.h"
+#include "prompts.h"
 
 namespace fathom::cli {
 namespace {
@@ -27,20 +28,6 @@ struct Options {
   bool json = false;
 };
 
-// The first n tokens of the text, the BOS included where the model wants one.
-std::vector<Token> ReadTokens(const Model& model, const Options& options, std::int64_t n) {
-  std::vector<Token> tokens = model.Tokenize(ReadText(options.file), false);
-  if (model.bos() >= 0) tokens.insert(tokens.begin(), model.bos());
-  const auto have = static_cast<std::int64_t>(tokens.size());
-  if (have < n) {
-    throw Error(ErrorCode::kUsage, "'" + options.file + "' has " + Grouped(have) +
-                                       " tokens, fewer than the " + Grouped(n) +
-                                       " of -c; give a longer text or a smaller -c");
-  }
-  tokens.resize(static_cast<std::size_t>(n));
-  return tokens;
-}
-
 CaptureOptions LibraryOptions(const Options& options) {
   CaptureOptions capture;
   capture.path = options.out;
@@ -59,18 +46,6 @@ CaptureOptions LibraryOptions(const Options& options) {
 }
 
 std::string TypeName(CaptureType type) { return type == CaptureType::kF32 ? "f32" : "bf16"; }
-
-std::string LayersText(const std::vector<std::int32_t>& layers) {
-  std::string text;
-  for (std::size_t i = 0; i < layers.size();) {
-    std::size_t j = i;
-    while (j + 1 < layers.size() && layers[j + 1] == layers[j] + 1) ++j;
-    text += (text.empty() ? "" : ",") + std::to_string(layers[i]);
-    if (j > i) text += "-" + std::to_string(layers[j]);
-    i = j + 1;
-  }
-  return text;
-}
 
 std::string SummaryText(const std::string& path, const CaptureReport& report) {
   const CaptureGeometry& g = report.geometry;
@@ -117,7 +92,7 @@ void Capture(const Options& options) {
   const std::int64_t n_tokens = ParseTokens(options.ctx_size);
   const CaptureOptions capture = LibraryOptions(options);
   const auto model = Model::Open(options.model);
-  const std::vector<Token> tokens = ReadTokens(*model, options, n_tokens);
+  const std::vector<Token> tokens = ReadTokens(*model, options.file, n_tokens);
   if (n_tokens > model->info().n_ctx_train) {
     std::fprintf(stderr, "fathom: %s tokens are beyond the %s this model was made for\n",
                  Grouped(n_tokens).c_str(), Grouped(model->info().n_ctx_train).c_str());

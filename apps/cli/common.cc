@@ -133,6 +133,22 @@ std::string ByteText(double bytes) {
   return text.data();
 }
 
+std::string LayersText(const std::vector<std::int32_t>& layers) {
+  std::string text;
+  for (std::size_t i = 0; i < layers.size();) {
+    std::size_t j = i;
+    while (j + 1 < layers.size() && layers[j + 1] == layers[j] + 1) ++j;
+    text += (text.empty() ? "" : ",") + std::to_string(layers[i]);
+    if (j > i) text += "-" + std::to_string(layers[j]);
+    i = j + 1;
+  }
+  return text;
+}
+
+std::shared_ptr<const Calibration> LoadStatistics(const std::string& path) {
+  return path.empty() ? nullptr : Calibration::Open(path);
+}
+
 std::string Plain(double number) {
   std::array<char, 32> text{};
   std::snprintf(text.data(), text.size(), "%.10g", number);

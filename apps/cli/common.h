@@ -4,6 +4,7 @@
 
 #include <CLI/CLI.hpp>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -50,6 +51,14 @@ std::string StopName(StopReason stop);
 
 int ExitCode(ErrorCode code);
 
+// "0,3-5" of ascending layers; the reverse of ParseLayers.
+std::string LayersText(const std::vector<std::int32_t>& layers);
+
+// The statistics file of --stats-file, null for an empty path. Throws as Calibration::Open.
+std::shared_ptr<const Calibration> LoadStatistics(const std::string& path);
+inline constexpr const char* kStatsFileHelp =
+    "statistics of a file (see fathom calibrate) instead of the prefill's own";
+
 // A number without trailing zeros: "100", "0.5".
 std::string Plain(double number);
 
@@ -66,6 +75,7 @@ void AddRunCommand(CLI::App& app, int* exit_code);
 void AddInfoCommand(CLI::App& app, int* exit_code);
 void AddBenchCommand(CLI::App& app, int* exit_code);
 void AddCaptureCommand(CLI::App& app, int* exit_code);
+void AddCalibrateCommand(CLI::App& app, int* exit_code);
 void AddEvalCommand(CLI::App& app, int* exit_code);
 
 }  // namespace fathom::cli

@@ -179,6 +179,7 @@ EvalReport Execute(const EvalAnswersOptions& options, const std::vector<std::str
   session_options.ctx_size = report.ctx_size;
   session_options.backend = options.backend;
   session_options.n_threads = options.threads;
+  session_options.calibration = LoadStatistics(options.statistics_file);
   session_options.method = LargestIndex(*model, report.methods, report.ctx_size);
   try {
     for (std::size_t i = 0; i < documents.size(); ++i) {
@@ -256,6 +257,7 @@ void AddEvalAnswersCommand(CLI::App& eval, int* exit_code) {
   answers->add_option("--backend", options->backend, "kernels (see fathom info)")
       ->type_name("NAME")
       ->capture_default_str();
+  answers->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
   answers->add_option("--limit", options->limit, "ask only the first N questions; 0 asks all")
       ->type_name("N")
       ->capture_default_str()

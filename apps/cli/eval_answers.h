@@ -24,7 +24,8 @@ struct EvalAnswersOptions {
   std::string question = "sparse";  // how a question's tokens are fed: "sparse" or "dense"
   int threads = 0;
   std::string backend = "cpu";
-  std::int64_t limit = 0;  // ask only the first questions; 0: all
+  std::string statistics_file;  // empty: the prefill's own
+  std::int64_t limit = 0;       // ask only the first questions; 0: all
   bool no_chat = false;
   bool json = false;
   std::string output;  // file for the JSON document, empty for none

@@ -179,6 +179,7 @@ nlohmann::json EvalJson(const EvalReport& report, const EvalAnswersOptions& opti
   json["question"] = options.question;
   json["predict"] = options.predict;
   json["backend"] = report.backend;
+  json["stats_file"] = options.statistics_file;
   json["threads"] = report.threads;
   json["ctx_size"] = report.ctx_size;
   json["interrupted"] = report.interrupted;

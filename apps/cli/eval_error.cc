@@ -44,15 +44,6 @@ struct Work {
   bool both_statistics = false;
 };
 
-// HOOK for statistics files (fathom/calibration.h): load and check the file here; the caller hands
-// the result to the evaluation and to the report.
-std::shared_ptr<const Calibration> LoadStatistics(const std::string& path) {
-  if (path.empty()) return nullptr;
-  throw Error(ErrorCode::kUnsupported,
-              "--stats-file: this version cannot read statistics files; leave it out and every "
-              "method takes its statistics from the capture");
-}
-
 std::vector<std::string> Methods(const EvalErrorOptions& options, const EvalPreset& preset) {
   std::vector<std::string> specs =
       ParseSpecLists(options.methods.empty() ? preset.methods : options.methods);
@@ -91,6 +82,11 @@ Work Prepare(const EvalErrorOptions& options) {
     work.captures.emplace_back(path);
     work.k.push_back(
         ParseK(work.k_texts, work.captures.back().geometry().n_tokens, options.k.empty()));
+    const CaptureGeometry& geometry = work.captures.back().geometry();
+    if (work.statistics) {
+      work.statistics->CheckLayers(eval.layers.empty() ? geometry.layers : eval.layers,
+                                   geometry.heads);
+    }
   }
   // Found out now rather than after the work.
   if (!options.output.empty()) CheckWritable(options.output);

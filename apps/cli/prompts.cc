@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: MIT
 #include "prompts.h"
 
+#include "common.h"
+
 #include <algorithm>
 #include <cstdio>
 
@@ -65,6 +67,19 @@ std::vector<std::vector<Token>> BuildPrompts(const Model& model, const std::stri
       throw Error(ErrorCode::kUsage, "the prompt has no tokens; give some text");
   }
   return prompts;
+}
+
+std::vector<Token> ReadTokens(const Model& model, const std::string& file, std::int64_t n) {
+  std::vector<Token> tokens = model.Tokenize(ReadText(file), false);
+  if (model.bos() >= 0) tokens.insert(tokens.begin(), model.bos());
+  const auto have = static_cast<std::int64_t>(tokens.size());
+  if (have < n) {
+    throw Error(ErrorCode::kUsage, "'" + file + "' has " + Grouped(have) +
+                                       " tokens, fewer than the " + Grouped(n) +
+                                       " of -c; give a longer text or a smaller -c");
+  }
+  tokens.resize(static_cast<std::size_t>(n));
+  return tokens;
 }
 
 std::int64_t SharedTokens(const std::vector<std::vector<Token>>& prompts) {

@@ -25,6 +25,10 @@ bool UseChat(const Model& model, bool no_chat);
 std::vector<std::vector<Token>> BuildPrompts(const Model& model, const std::string& document,
                                              const std::vector<std::string>& questions, bool chat);
 
+// The first n tokens of a text file ("-": standard input), the BOS included where the model wants
+// one. Throws Error(kUsage) where it has fewer, Error(kIo).
+std::vector<Token> ReadTokens(const Model& model, const std::string& file, std::int64_t n);
+
 // Tokens that all prompts begin with, at least one short of the shortest, so that each prompt has
 // something left to feed.
 std::int64_t SharedTokens(const std::vector<std::vector<Token>>& prompts);

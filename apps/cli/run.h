@@ -20,7 +20,8 @@ struct RunOptions {
   int threads = 0;
   std::string backend = "cpu";
   std::string method = "fathom:bits=28,k=512";
-  std::string compare;  // second method, empty for none
+  std::string compare;          // second method, empty for none
+  std::string statistics_file;  // empty: the prefill's own
   SamplingOptions sampling;
   bool no_chat = false;
   bool stats = false;
@@ -48,6 +49,7 @@ struct RunReport {
   std::string backend;
   int threads = 0;
   std::int64_t ctx_size = 0;
+  std::string statistics_file;  // empty: the prefill's own
   std::int64_t document_bytes = 0;
   std::int64_t shared_tokens = 0;  // prefilled once for all questions and methods
   SessionTimes prefill;            // of those

@@ -131,6 +131,7 @@ MethodRun AskAll(Session& session, const RunOptions& options,
 RunReport Execute(const RunOptions& options) {
   CheckOptions(options);
   const std::string document = ReadDocument(options);
+  const auto statistics = LoadStatistics(options.statistics_file);
   const auto model = Model::Open(options.model);
   std::vector<std::string> questions = options.prompts;
   if (questions.empty()) questions.emplace_back();
@@ -141,6 +142,7 @@ RunReport Execute(const RunOptions& options) {
   session_options.backend = options.backend;
   session_options.method = options.method;
   session_options.n_threads = options.threads;
+  session_options.calibration = statistics;
   Session session(model, session_options);
 
   RunReport report;
@@ -148,6 +150,7 @@ RunReport Execute(const RunOptions& options) {
   report.backend = std::string(session.backend().name());
   report.threads = session.backend().n_threads();
   report.ctx_size = session_options.ctx_size;
+  report.statistics_file = options.statistics_file;
   report.document_bytes = static_cast<std::int64_t>(document.size());
   report.shared_tokens = SharedTokens(prompts);
   try {
@@ -228,6 +231,7 @@ void AddRunCommand(CLI::App& app, int* exit_code) {
       ->capture_default_str();
   run->add_option("--compare", options->compare, "second method spec, from the same prefill")
       ->type_name("SPEC");
+  run->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
   run->add_option("--temp", options->sampling.temperature, "temperature; 0 is greedy")
       ->type_name("T")
       ->capture_default_str()

@@ -143,6 +143,7 @@ nlohmann::json ReportJson(const RunReport& report) {
   json["backend"] = report.backend;
   json["threads"] = report.threads;
   json["ctx_size"] = report.ctx_size;
+  json["stats_file"] = report.statistics_file;
   json["document_bytes"] = report.document_bytes;
   json["interrupted"] = report.interrupted;
   json["rows_bytes"] = report.rows_bytes;

@@ -3,6 +3,8 @@
 #pragma once
 
 #include "fathom/backend.h"
+#include "fathom/calibrate.h"
+#include "fathom/calibration.h"
 #include "fathom/capture.h"
 #include "fathom/error.h"
 #include "fathom/machine.h"

@@ -103,6 +103,10 @@ class Method {
   // What the last Attend attended; valid until the next call.
   virtual AttendedTokens attended(std::int32_t /*kv_head*/) const { return {}; }
 
+  // Fitted factors of the residual mass, [n_layers][n_heads]; 0 where none was fitted yet. Empty
+  // for a method that fits none.
+  virtual std::span<const float> residual_factors() const { return {}; }
+
   const MethodCounters& counters() const { return counters_; }
   void ResetCounters() { counters_ = {}; }
 

@@ -66,8 +66,8 @@ struct SessionTimes {
 
 class Session {
  public:
-  // Throws Error(kUsage) for options out of range, Error(kNoMemory) saying how much a session needs
-  // and what there is.
+  // Throws Error(kUsage) for options out of range or statistics of another model, Error(kNoMemory)
+  // saying how much a session needs and what there is.
   Session(std::shared_ptr<const Model> model, const SessionOptions& options);
   ~Session();
   Session(const Session&) = delete;

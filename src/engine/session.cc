@@ -167,6 +167,7 @@ Session::Session(std::shared_ptr<const Model> model, const SessionOptions& optio
     throw Error(ErrorCode::kUsage, "prefill chunk of " + std::to_string(checked.chunk) +
                                        " tokens; it must be 1.." + std::to_string(kMaxChunk));
   }
+  if (checked.calibration) checked.calibration->Check(model->info().n_layers, model->info().heads);
   const MethodSpec method = MethodSpec::Parse(checked.method);
   ValidateMethodSpec(method);
   if (checked.check_memory) CheckMemory(model->info(), method, checked);

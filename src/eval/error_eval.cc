@@ -28,14 +28,6 @@ struct Task {
   std::size_t k_index = 0;  // in the list of distinct k
 };
 
-bool TakesOption(const std::string& method, const std::string& option) {
-  for (const MethodInfo& info : ListMethods()) {
-    if (info.name == method)
-      return (" " + info.options).find(" " + option + "=") != std::string::npos;
-  }
-  return false;
-}
-
 void CheckK(std::int64_t k, const CaptureFile& capture) {
   const std::int64_t n = capture.geometry().n_tokens;
   if (k > kAlwaysKept && k < n) return;
@@ -72,20 +64,6 @@ std::vector<Task> ListTasks(const CaptureFile& capture, const ErrorOptions& opti
     throw Error(ErrorCode::kUsage, "nothing to evaluate: give at least one method and one k");
   }
   return tasks;
-}
-
-bool HasQkNorm(const CaptureFile& capture, const ErrorOptions& options, const Task& task) {
-  if (options.has_qk_norm) return *options.has_qk_norm;
-  if (capture.geometry().has_qk_norm) return *capture.geometry().has_qk_norm;
-  const auto preset = task.spec.options.find("preset");
-  const auto basis = task.spec.options.find("basis");
-  const bool is_auto = preset != task.spec.options.end() && preset->second == "paper" &&
-                       (basis == task.spec.options.end() || basis->second == "auto");
-  if (!is_auto) return false;
-  throw Error(ErrorCode::kUsage, "capture '" + capture.path() +
-                                     "' does not say whether its model has QK-norm, which decides "
-                                     "the basis of " +
-                                     task.given + "; say so (--qk-norm yes|no) or give basis=");
 }
 
 // Running sums of one task; a position is one observation.
@@ -261,14 +239,20 @@ ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& option
   std::vector<std::int64_t> ks;
   const std::vector<Task> tasks = ListTasks(capture, options, &ks);
   std::vector<char> qk_norm;
-  for (const Task& task : tasks) qk_norm.push_back(HasQkNorm(capture, options, task) ? 1 : 0);
+  for (const Task& task : tasks) {
+    qk_norm.push_back(HasQkNorm(capture, options.has_qk_norm, task.spec) ? 1 : 0);
+  }
   const int n_threads = MakeBackend(options.backend, options.n_threads)->n_threads();
   // Methods run side by side, each on one thread.
   const std::unique_ptr<Backend> backend = MakeBackend(options.backend, 1);
-  MeasuredCapture measured(capture, options);
+  std::shared_ptr<const Calibration> calibration;
   if (options.calibration) {
-    options.calibration->Check(measured.n_layers(), measured.heads());
+    const std::vector<std::int32_t>& layers =
+        options.layers.empty() ? capture.geometry().layers : options.layers;
+    options.calibration->CheckLayers(layers, capture.geometry().heads);
+    calibration = options.calibration->Select(layers);
   }
+  MeasuredCapture measured(capture, options);
   measured.MeasureDense(*backend, ks, n_threads);
 
   ErrorReport report;
@@ -292,7 +276,7 @@ ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& option
   ParallelFor(n_tasks, n_threads, [&](std::int64_t t) {
     const Task& task = tasks[Size(t)];
     const auto method = MakeMethod(task.spec, {&measured.rows(), backend.get(), &measured.queries(),
-                                               qk_norm[Size(t)] != 0, options.calibration.get()});
+                                               qk_norm[Size(t)] != 0, calibration.get()});
     method->BuildIndex(measured.built_tokens());
     method->ResetCounters();
     TaskRun run(measured, task, *method);

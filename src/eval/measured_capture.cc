@@ -46,6 +46,29 @@ std::int64_t FrozenTokens(const ErrorOptions& options, std::int64_t n_tokens,
 
 }  // namespace
 
+bool TakesOption(const std::string& method, const std::string& option) {
+  for (const MethodInfo& info : ListMethods()) {
+    if (info.name == method)
+      return (" " + info.options).find(" " + option + "=") != std::string::npos;
+  }
+  return false;
+}
+
+bool HasQkNorm(const CaptureFile& capture, std::optional<bool> given, const MethodSpec& spec) {
+  if (given) return *given;
+  if (capture.geometry().has_qk_norm) return *capture.geometry().has_qk_norm;
+  const auto preset = spec.options.find("preset");
+  const auto basis = spec.options.find("basis");
+  const bool is_auto = preset != spec.options.end() && preset->second == "paper" &&
+                       (basis == spec.options.end() || basis->second == "auto");
+  if (!is_auto) return false;
+  throw Error(ErrorCode::kUsage, "capture '" + capture.path() +
+                                     "' does not say whether its model has QK-norm, which decides "
+                                     "the basis of " +
+                                     spec.ToString() +
+                                     "; say so (--qk-norm yes|no) or give basis=");
+}
+
 MeasuredCapture::MeasuredCapture(const CaptureFile& capture, const ErrorOptions& options)
     : layers_(ChosenLayers(capture, options)),
       rows_(static_cast<std::int32_t>(layers_.size()), capture.geometry().heads,

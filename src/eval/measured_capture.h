@@ -5,7 +5,9 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
+#include <string>
 #include <vector>
 
 #include "fathom/capture.h"
@@ -13,6 +15,13 @@
 #include "fathom/store.h"
 
 namespace fathom {
+
+// Whether the method has such an option.
+bool TakesOption(const std::string& method, const std::string& option);
+
+// Has the capture's model QK-norm: as given, or as captured. Throws Error(kUsage) where neither
+// tells and the spec's basis depends on it.
+bool HasQkNorm(const CaptureFile& capture, std::optional<bool> given, const MethodSpec& spec);
 
 class MeasuredCapture {
  public:

@@ -295,6 +295,17 @@ void SafetensorsFile::ReadFloats(const SafetensorsTensor& tensor, std::int64_t f
   }
 }
 
+void SafetensorsFile::ReadDoubles(const SafetensorsTensor& tensor, std::int64_t first,
+                                  std::int64_t n, double* out) const {
+  assert(first >= 0 && n >= 0 && first + n <= tensor.elements);
+  if (tensor.type != TensorType::kF64) {
+    throw Corrupt("tensor " + Printable(tensor.name) + " has dtype " +
+                  std::string(TensorTypeName(tensor.type)) + ", it must be F64");
+  }
+  const auto bytes = static_cast<std::ptrdiff_t>(sizeof(double));
+  if (n > 0) std::memcpy(out, tensor.data + first * bytes, static_cast<std::size_t>(n * bytes));
+}
+
 std::vector<std::int64_t> SafetensorsFile::ReadIntegers(const SafetensorsTensor& tensor) const {
   std::vector<std::int64_t> out(static_cast<std::size_t>(tensor.elements));
   if (tensor.type == TensorType::kI64) {

@@ -71,6 +71,9 @@ class SafetensorsFile {
   // Requires the range to be inside the tensor.
   void ReadFloats(const SafetensorsTensor& tensor, std::int64_t first, std::int64_t n,
                   float* out) const;
+  // The same of an F64 tensor.
+  void ReadDoubles(const SafetensorsTensor& tensor, std::int64_t first, std::int64_t n,
+                   double* out) const;
   // All elements of an I64 or I32 tensor; Error(kCorrupt) for other types.
   std::vector<std::int64_t> ReadIntegers(const SafetensorsTensor& tensor) const;
 
@@ -107,9 +110,11 @@ class SafetensorsWriter {
   SafetensorsWriter& operator=(const SafetensorsWriter&) = delete;
 
   // Elements first .. first + values.size() - 1 of a tensor, by its place in the declaration.
-  // Floats go to F32, F16 and BF16 tensors, rounded to nearest even; integers to I64 tensors.
-  // Throws Error(kIo); Error(kInternal) for another type or a range outside the tensor.
+  // Floats go to F32, F16 and BF16 tensors, rounded to nearest even; doubles to F64 and integers to
+  // I64 tensors. Throws Error(kIo); Error(kInternal) for another type or a range outside the
+  // tensor.
   void WriteFloats(std::size_t tensor, std::int64_t first, std::span<const float> values);
+  void WriteDoubles(std::size_t tensor, std::int64_t first, std::span<const double> values);
   void WriteIntegers(std::size_t tensor, std::int64_t first, std::span<const std::int64_t> values);
 
   // Makes the file durable and gives it its name. Throws Error(kInternal) when the elements written

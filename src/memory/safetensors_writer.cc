@@ -200,6 +200,16 @@ void SafetensorsWriter::WriteFloats(std::size_t tensor, std::int64_t first,
   }
 }
 
+void SafetensorsWriter::WriteDoubles(std::size_t tensor, std::int64_t first,
+                                     std::span<const double> values) {
+  const std::int64_t offset = Place(tensor, first, values.size());
+  if (specs_[tensor].type != TensorType::kF64) {
+    throw Error(ErrorCode::kInternal,
+                path_ + ": doubles for tensor '" + specs_[tensor].name + "', which is not F64");
+  }
+  Put(offset, values.data(), values.size_bytes());
+}
+
 void SafetensorsWriter::WriteIntegers(std::size_t tensor, std::int64_t first,
                                       std::span<const std::int64_t> values) {
   const std::int64_t offset = Place(tensor, first, values.size());

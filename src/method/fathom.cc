@@ -111,10 +111,10 @@ std::vector<double> LayerBits(const Config& config, const MethodContext& context
   if (!config.budgets_from_file) return bits;
   std::string known = "no statistics file was given (--stats-file)";
   if (context.calibration != nullptr) {
-    const auto found = context.calibration->budgets.find(spec);
-    if (found != context.calibration->budgets.end()) return found->second;
-    known = "the statistics file has budgets of:";
+    if (const auto* found = context.calibration->FindBudgets(spec)) return *found;
+    known = "the statistics have budgets of:";
     for (const auto& [name, unused] : context.calibration->budgets) known += " " + name;
+    if (context.calibration->budgets.empty()) known = "the statistics have no budgets";
   }
   throw Error(ErrorCode::kUsage,
               spec + " needs a budget per layer, and " + known +

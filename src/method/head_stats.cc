@@ -108,6 +108,25 @@ HeadStats MeasureHead(const MethodContext& context, std::int32_t layer, std::int
   return stats;
 }
 
+HeadMoments MeasureMoments(const MethodContext& context, std::int32_t layer, std::int32_t kv_head,
+                           std::int64_t n_tokens) {
+  const HeadGeometry& heads = context.rows->geometry();
+  const Moments keys = KeyMoments(context.rows->rows(layer, kv_head), n_tokens, heads.head_dim,
+                                  /*full_covariance=*/true);
+  const std::vector<double> covariance = keys.Covariance();
+  HeadMoments moments;
+  moments.key_mean.assign(keys.mean().begin(), keys.mean().end());
+  moments.key_covariance.assign(covariance.begin(), covariance.end());
+  moments.query_moment.resize(covariance.size());
+  if (context.queries != nullptr) {
+    const QuerySamples& samples = (*context.queries)[Size(layer)].samples;
+    const std::vector<double> matrix =
+        MomentOf(samples.OfGroup(kv_head, heads.group()), heads.head_dim).Matrix();
+    moments.query_moment.assign(matrix.begin(), matrix.end());
+  }
+  return moments;
+}
+
 const MeanCodec* CalibratedCodec(const MethodContext& context, std::int32_t layer,
                                  std::int32_t kv_head, BasisRule rule, const IndexShape& shape) {
   if (context.calibration == nullptr || shape.codec != Codec::kMean) return nullptr;

@@ -22,6 +22,10 @@ inline bool Outgrown(std::int64_t seen, std::int64_t n_tokens) {
   return seen > 0 && n_tokens > seen + seen / 4;
 }
 
+// Moments of one KV head over the first n_tokens tokens, for a calibration.
+HeadMoments MeasureMoments(const MethodContext& context, std::int32_t layer, std::int32_t kv_head,
+                           std::int64_t n_tokens);
+
 // Steps and decoders of the context's calibration for our own store, or null without one.
 const MeanCodec* CalibratedCodec(const MethodContext& context, std::int32_t layer,
                                  std::int32_t kv_head, BasisRule rule, const IndexShape& shape);

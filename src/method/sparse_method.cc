@@ -317,10 +317,9 @@ void SparseMethod::FitResidual(std::int32_t layer, std::int64_t n_tokens) {
     return;
   }
   if (context_.calibration != nullptr) {
-    const auto found = context_.calibration->residual.find(spec_);
-    if (found != context_.calibration->residual.end()) {
-      std::copy_n(found->second.begin() + static_cast<std::ptrdiff_t>(Size(layer) * n_heads),
-                  n_heads, factor);
+    if (const auto* found = context_.calibration->FindResidual(spec_)) {
+      std::copy_n(found->begin() + static_cast<std::ptrdiff_t>(Size(layer) * n_heads), n_heads,
+                  factor);
       return;
     }
   }
@@ -372,6 +371,11 @@ std::int64_t SparseMethod::MemoryBytes() const {
   std::int64_t bytes = IndexMemory();
   for (const ValueMeans& values : values_) bytes += values.MemoryBytes();
   return bytes;
+}
+
+std::span<const float> SparseMethod::residual_factors() const {
+  if (config_.residual == ResidualRule::kOff || fixed_residual()) return {};
+  return factor_;
 }
 
 AttendedTokens SparseMethod::attended(std::int32_t kv_head) const {

@@ -59,6 +59,7 @@ class SparseMethod : public Method {
   void Truncate(std::int64_t n_tokens) final;
   std::int64_t MemoryBytes() const final;
   AttendedTokens attended(std::int32_t kv_head) const final;
+  std::span<const float> residual_factors() const final;
 
  protected:
   // Scores of tokens 0 .. n_index - 1 of the layer for all query heads; n_index is a whole number
