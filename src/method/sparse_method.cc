@@ -278,11 +278,12 @@ void SparseMethod::AddRest(std::int32_t layer, float* out) {
   for (std::size_t h = 0; h < n_heads; ++h, out += dim) {
     const float factor = factor_[Size(layer) * n_heads + h];
     const float weight = 1.0F / (1.0F + factor * rest_mass_[h]);
-    // An estimate that is no number must not spoil what was attended exactly.
-    if (factor == 0.0F || !(weight > 0.0F)) continue;
-    for (std::size_t d = 0; d < dim; ++d) {
-      out[d] = (out[d] + factor * rest_[h * dim + d]) * weight;
-    }
+    const std::span<const float> rest(rest_.data() + h * dim, dim);
+    // Masses near the largest float go beyond it when they are multiplied: by the factor, which
+    // leaves no weight, or by the values.
+    if (factor == 0.0F || !(weight > 0.0F) || !IsUsableRest(rest_mass_[h], rest)) continue;
+    const float share = factor * weight;
+    for (std::size_t d = 0; d < dim; ++d) out[d] = out[d] * weight + share * rest[d];
   }
 }
 
