@@ -250,6 +250,26 @@ TEST(ResidualFit, LeavesOutQueriesThatDoNotFit) {
   }
 }
 
+// The first turn of a conversation may be shorter than k, or than min; a later one brings samples.
+TEST(ResidualFit, WaitsForTheFirstSample) {
+  for (const std::string limits : {"k=700,min=0", "k=100,min=700"}) {
+    LayeredSession session(1, {4, 2, 64}, 1500, 40);
+    session.AddRecent({400, 599}, 41);
+    session.Write();
+    for (const std::string& spec : kFitted) {
+      const auto with = session.Make(spec + limits);
+      const auto without = session.Make(Without(spec) + limits);
+      for (Method* method : {with.get(), without.get()}) method->BuildIndex(600);
+      const auto q = session.Query(42);
+      EXPECT_EQ(session.Attend(*with, q, 0, 1000), session.Attend(*without, q, 0, 1000)) << spec;
+      const LayerQueries first_turn = session.queries[0];
+      session.AddRecent({1100, 1200, 1300}, 43);
+      EXPECT_NE(session.Attend(*with, q), session.Attend(*without, q)) << spec << limits;
+      session.queries[0] = first_turn;
+    }
+  }
+}
+
 TEST(ResidualFit, BringsAttentionNearerToDense) {
   LayeredSession session(2, {8, 2, 64}, 2000, 12);
   session.AddRecent({1500, 1600, 1700, 1800, 1900, 1999}, 13);

@@ -306,35 +306,45 @@ void SparseMethod::SampleResidual(const Step& step, const float* q,
   }
 }
 
-// Fits the factors of a layer on the last queries of the prefill. Without queries they stay 0.
+// Sets the factors of a layer: fixed, from the calibration, or fitted on the last queries of the
+// prefill. While none of those was sparse, factors are 0 and the layer counts as not fitted: a
+// session that starts shorter than k may get longer prefills.
 void SparseMethod::FitResidual(std::int32_t layer, std::int64_t n_tokens) {
   const std::size_t n_heads = Size(geometry().n_heads);
-  const auto factor = factor_.begin() + static_cast<std::ptrdiff_t>(Size(layer) * n_heads);
-  fitted_[Size(layer)] = 1;
-  fitted_tokens_ = std::max(fitted_tokens_, n_tokens);
-  if (fixed_residual()) {
-    std::fill_n(factor, n_heads, 1.0F);
-    return;
-  }
+  const std::size_t first = Size(layer) * n_heads;
+  const std::span<float> factor(factor_.data() + first, n_heads);
+  const std::vector<float>* known = nullptr;
   if (context_.calibration != nullptr) {
     const auto found = context_.calibration->residual.find(spec_);
-    if (found != context_.calibration->residual.end()) {
-      std::copy_n(found->second.begin() + static_cast<std::ptrdiff_t>(Size(layer) * n_heads),
-                  n_heads, factor);
-      return;
-    }
+    if (found != context_.calibration->residual.end()) known = &found->second;
   }
-  std::fill_n(factor, n_heads, 0.0F);
-  if (context_.queries == nullptr) return;
+  if (fixed_residual()) {
+    std::ranges::fill(factor, 1.0F);
+  } else if (known != nullptr) {
+    std::copy_n(known->data() + first, n_heads, factor.data());
+  } else if (!FitFactors(layer, n_tokens, factor)) {
+    return;
+  }
+  fitted_[Size(layer)] = 1;
+  fitted_tokens_ = std::max(fitted_tokens_, n_tokens);
+}
+
+// False, and nothing changed, when there is no query to fit on.
+bool SparseMethod::FitFactors(std::int32_t layer, std::int64_t n_tokens, std::span<float> factor) {
+  if (context_.queries == nullptr) return false;
   const QuerySamples& recent = (*context_.queries)[Size(layer)].recent;
-  std::vector<std::vector<ResidualSample>> samples(n_heads);
+  const auto fits = [&](std::int64_t position) {
+    return position < n_tokens && IsSparse(StepAt(layer, position + 1));
+  };
+  if (std::ranges::none_of(recent.positions(), fits)) return false;
+  std::vector<std::vector<ResidualSample>> samples(factor.size());
   for (std::int64_t i = 0; i < recent.size(); ++i) {
-    const Step step = StepAt(layer, recent.positions()[Size(i)] + 1);
-    if (step.n_tokens > n_tokens || !IsSparse(step)) continue;
-    SampleResidual(step, recent.query(i), &samples);
+    const std::int64_t position = recent.positions()[Size(i)];
+    if (fits(position)) SampleResidual(StepAt(layer, position + 1), recent.query(i), &samples);
   }
-  std::transform(samples.begin(), samples.end(), factor,
-                 [](const auto& of_head) { return FitResidualFactor(of_head); });
+  std::ranges::transform(samples, factor.begin(),
+                         [](const auto& of_head) { return FitResidualFactor(of_head); });
+  return true;
 }
 
 void SparseMethod::BuildIndex(std::int64_t n_tokens) {
@@ -363,6 +373,7 @@ void SparseMethod::Truncate(std::int64_t n_tokens) {
   }
   if (refit) {
     std::ranges::fill(fitted_, 0);
+    std::ranges::fill(factor_, 0.0F);
     fitted_tokens_ = 0;
   }
 }
