@@ -99,7 +99,7 @@ ErrorRun Evaluate(const CaptureFile& capture, const ErrorOptions& options,
   const auto start = std::chrono::steady_clock::now();
   ErrorRun run;
   {
-    Progress progress(label, "layer runs");
+    Progress progress(label, "steps");
     run.report = EvaluateError(capture, options, [&](std::int64_t done, std::int64_t total) {
       progress.Update(done, total);
       return !Interrupted();
