@@ -277,7 +277,7 @@ TEST(OwnRead, ScoresOfAllBitsAreCloseInEveryBasis) {
 // Statistics of the session itself in centred raw coordinates, all that the tests below use.
 Calibration MakeCalibration(const LayeredSession& session) {
   Calibration calibration;
-  calibration.n_layers = kLayers;
+  for (std::int32_t layer = 0; layer < kLayers; ++layer) calibration.layers.push_back(layer);
   calibration.heads = kHeads;
   calibration.head_calibrations.resize(Size(kLayers) * kKv * kBasisRules);
   for (std::int32_t layer = 0; layer < kLayers; ++layer) {
@@ -304,7 +304,7 @@ TEST(Calibrated, LayersReadTheirBudgets) {
   std::string spec = session->Make(std::string(kBudgeted) + "flat")->spec();
   spec.replace(spec.find("budgets=flat"), 12, "budgets=file");
   const std::vector<double> budgets = {10, 46, 28};
-  calibration.budgets[spec] = budgets;
+  calibration.budgets[CalibrationKey(spec)] = budgets;
   const auto method = session->Make(std::string(kBudgeted) + "file", &calibration);
   EXPECT_EQ(method->spec(), spec);
   for (std::int32_t layer = 0; layer < kLayers; ++layer) {

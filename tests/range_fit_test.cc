@@ -64,7 +64,7 @@ Fitted Fit(const std::vector<Half>& rows, std::int64_t first, std::int64_t n_blo
   const Basis basis = RawBasis(kDim, {});
   BlockReader reader(rows.data(), basis);
   const MeanCodec codec =
-      FitSteps(reader, first, n_blocks, {Codec::kMean, kDim, 4, 64}, Ranges::kRms);
+      FitSteps(reader, first, n_blocks, {Codec::kMean, kDim, 4, 64}, Ranges::kRms, kMeanReach);
   Fitted fitted = {codec.mean_step, codec.range, {}};
   for (float& r : fitted.rms) r /= 2;
   fitted.multiple =

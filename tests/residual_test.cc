@@ -146,6 +146,14 @@ std::vector<double> DirectMean(const std::vector<Half>& rows, std::size_t dim, s
   return mean;
 }
 
+// All slices of one query head.
+std::vector<float> Weighed(const ValueMeans& means, ResidualRule rule,
+                           const std::vector<float>& mass) {
+  std::vector<float> out(48, kNan);
+  for (std::int64_t s = 0; s < ValueMeans::Slices(48, rule); ++s) means.Weigh(mass, 1, s, out.data());
+  return out;
+}
+
 void ExpectMeans(const ValueMeans& means, ResidualRule rule, const std::vector<Half>& rows,
                  std::int64_t skip) {
   constexpr std::size_t kDim = 48;
@@ -159,8 +167,7 @@ void ExpectMeans(const ValueMeans& means, ResidualRule rule, const std::vector<H
                                          : DirectMean(rows, kDim, skip, means.n_tokens());
     for (std::size_t d = 0; d < kDim; ++d) expected[d] += mass[Size(b)] * mean[d];
   }
-  std::vector<float> actual(kDim, kNan);
-  means.Weigh(mass, actual.data());
+  const std::vector<float> actual = Weighed(means, rule, mass);
   // Block means are kept in fp16.
   EXPECT_TRUE(Near(actual, expected, rule == ResidualRule::kBlock ? 1e-3 : 1e-6));
 }
@@ -178,10 +185,17 @@ TEST(ValueMeans, AreThoseOfThePrefixForthAndBack) {
         // What was reached on a way does not depend on the way.
         ValueMeans fresh(48, rule);
         fresh.MoveTo(rows.data(), blocks * kBlockTokens, skip);
-        std::vector<float> mass(Size(blocks), 0.5F), one(48), other(48);
-        means.Weigh(mass, one.data());
-        fresh.Weigh(mass, other.data());
-        EXPECT_EQ(one, other);
+        const std::vector<float> mass(Size(blocks), 0.5F);
+        EXPECT_EQ(Weighed(means, rule, mass), Weighed(fresh, rule, mass));
+        // A group is its heads, one by one.
+        std::vector<float> pair = mass, out(96, kNan);
+        pair.insert(pair.end(), Size(blocks), 0.25F);
+        for (std::int64_t s = 0; s < ValueMeans::Slices(48, rule); ++s) {
+          means.Weigh(pair, 2, s, out.data());
+        }
+        EXPECT_EQ(std::vector<float>(out.begin(), out.begin() + 48), Weighed(means, rule, mass));
+        EXPECT_EQ(std::vector<float>(out.begin() + 48, out.end()),
+                  Weighed(means, rule, std::vector<float>(Size(blocks), 0.25F)));
       }
       means.Clear();
       EXPECT_EQ(means.n_tokens(), 0);

@@ -126,10 +126,16 @@ struct ScoreArgs {
 // its block NaN. Within these limits the relative error is at most 1e-5, nearly all of it from
 // rounding the argument to a float. A block's mass does not depend on the other blocks of the call.
 struct MassHead {
-  const float* scores = nullptr;  // [group][stride]; -inf for tokens that must not count
-  std::int64_t stride = 0;        // >= n_blocks * 64
-  const float* shift = nullptr;   // [group], finite
-  float* mass = nullptr;          // [group][n_blocks] out
+  // [group][stride]; -inf for tokens that must not count. Scores of listed tokens become -inf.
+  float* scores = nullptr;
+  std::int64_t stride = 0;       // >= n_blocks * 64
+  const float* shift = nullptr;  // [group], finite
+  float* mass = nullptr;         // [group][n_blocks] out
+  // Tokens that must not count, as Select lists them: ascending, bit h of mask for query head h.
+  // Those at or beyond n_blocks * 64 are ignored. Null with n_listed = 0.
+  const std::int32_t* tokens = nullptr;
+  const std::uint16_t* mask = nullptr;
+  std::int64_t n_listed = 0;
 };
 
 struct MassArgs {

@@ -2,9 +2,11 @@
 #include "method/residual.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 #include <cmath>
 #include <limits>
+#include <numeric>
 
 #include "base/half.h"
 
@@ -47,23 +49,39 @@ void ValueMeans::Clear() {
   std::ranges::fill(total_, 0.0);
 }
 
-void ValueMeans::Weigh(std::span<const float> mass, float* out) const {
-  assert(Size(n_tokens_ / kBlockTokens) == mass.size());
+void ValueMeans::Weigh(std::span<const float> mass, std::int32_t group, std::int64_t slice,
+                       float* out) const {
   const std::size_t dim = Size(dim_);
-  if (rule_ == ResidualRule::kBlock) {
-    std::fill_n(out, dim, 0.0F);
-    std::vector<float> mean(dim);
-    for (std::size_t b = 0; b < mass.size(); ++b) {
-      if (mass[b] == 0.0F) continue;
-      ConvertHalfToFloat(block_mean_.data() + b * dim, dim_, mean.data());
-      for (std::size_t d = 0; d < dim; ++d) out[d] += mass[b] * mean[d];
+  const std::size_t n_blocks = Size(n_tokens_ / kBlockTokens);
+  assert(mass.size() == Size(group) * n_blocks);
+  if (rule_ != ResidualRule::kBlock) {
+    for (std::size_t g = 0; g < Size(group); ++g) {
+      const float* of_head = mass.data() + g * n_blocks;
+      const double sum = std::accumulate(of_head, of_head + n_blocks, 0.0);
+      const double scale =
+          sum / static_cast<double>(std::max<std::int64_t>(n_tokens_ - skip_, 1));
+      for (std::size_t d = 0; d < dim; ++d) {
+        out[g * dim + d] = static_cast<float>(scale * total_[d]);
+      }
     }
     return;
   }
-  double sum = 0;
-  for (const float m : mass) sum += m;
-  const double scale = sum / static_cast<double>(std::max<std::int64_t>(n_tokens_ - skip_, 1));
-  for (std::size_t d = 0; d < dim; ++d) out[d] = static_cast<float>(scale * total_[d]);
+  // A block's mean is converted once for the group; sums stay in a few registers' worth of memory.
+  const std::size_t first = Size(slice) * kSlice;
+  const std::size_t width = std::min<std::size_t>(kSlice, dim - first);
+  std::array<float, kSlice> mean{};
+  std::array<std::array<float, kSlice>, kMaxGroup> sum{};
+  for (std::size_t b = 0; b < n_blocks; ++b) {
+    ConvertHalfToFloat(block_mean_.data() + b * dim + first, static_cast<std::int64_t>(width),
+                       mean.data());
+    for (std::size_t g = 0; g < Size(group); ++g) {
+      const float m = mass[g * n_blocks + b];
+      for (std::size_t d = 0; d < kSlice; ++d) sum[g][d] += m * mean[d];
+    }
+  }
+  for (std::size_t g = 0; g < Size(group); ++g) {
+    std::copy_n(sum[g].begin(), width, out + g * dim + first);
+  }
 }
 
 bool IsUsableRest(double mass, std::span<const float> rest) {

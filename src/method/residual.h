@@ -32,8 +32,14 @@ class ValueMeans {
   void MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t skip);
   void Clear();
 
-  // sum over blocks b of mass[b] times v, by the rule. mass: [n_tokens / 64]; out: [D].
-  void Weigh(std::span<const float> mass, float* out) const;
+  // For the query heads of the group: sum over blocks b of mass[g][b] times v, by the rule. Writes
+  // the channels of one slice, which all together are [group][D]; slices are independent tasks.
+  // mass: [group][n_tokens / 64]; out: [group][D].
+  void Weigh(std::span<const float> mass, std::int32_t group, std::int64_t slice,
+             float* out) const;
+  static std::int64_t Slices(std::int32_t head_dim, ResidualRule rule) {
+    return rule == ResidualRule::kBlock ? (head_dim + kSlice - 1) / kSlice : 1;
+  }
 
   // Of the block means; the mean of all is too small to count.
   static std::int64_t Bytes(std::int32_t head_dim, ResidualRule rule, std::int64_t n_tokens) {
@@ -45,6 +51,8 @@ class ValueMeans {
   std::int64_t n_tokens() const { return n_tokens_; }
 
  private:
+  static constexpr std::int32_t kSlice = 32;  // channels
+
   std::int32_t dim_;
   ResidualRule rule_;
   std::int64_t n_tokens_ = 0;

@@ -4,8 +4,10 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <utility>
 
+#include "base/parallel.h"
 #include "fathom/calibration.h"
 #include "method/head_stats.h"
 
@@ -229,7 +231,7 @@ void SparseMethod::AttendSelected(const Step& step, const float* q, float* out) 
 }
 
 // rest_ and rest_mass_: the values of the tokens that a head did not attend, by their estimated
-// mass, in units of what it did attend (its sum of exp). Overwrites the scores of attended tokens.
+// mass, in units of what it did attend (its sum of exp). Spoils the scores of attended tokens.
 void SparseMethod::MeasureRest(const Step& step, const float* q) {
   const HeadGeometry& heads = geometry();
   const std::size_t n_heads = Size(heads.n_heads);
@@ -247,30 +249,39 @@ void SparseMethod::MeasureRest(const Step& step, const float* q) {
   }
   auto& mass = HeadScratch<MassHead>(Size(heads.n_kv_heads));
   for (std::size_t kv = 0; kv < mass.size(); ++kv) {
-    float* scores = scores_.data() + kv * group * stride;
-    for (std::size_t t = 0; t < Size(attended_[kv]); ++t) {
-      const std::size_t token = Size(tokens_[kv * capacity_ + t]);
-      if (token >= Size(step.n_index)) break;
-      for (unsigned bits = mask_[kv * capacity_ + t]; bits != 0; bits &= bits - 1) {
-        scores[Size(__builtin_ctz(bits)) * stride + token] = -kInfinity;
-      }
-    }
-    mass[kv] = {scores, static_cast<std::int64_t>(stride), shift_.data() + kv * group,
-                mass_.data() + kv * group * n_blocks};
+    mass[kv] = {scores_.data() + kv * group * stride,
+                static_cast<std::int64_t>(stride),
+                shift_.data() + kv * group,
+                mass_.data() + kv * group * n_blocks,
+                tokens_.data() + kv * capacity_,
+                mask_.data() + kv * capacity_,
+                attended_[kv]};
   }
   context_.backend->Mass({heads.group(), static_cast<std::int64_t>(n_blocks), scale(), mass});
   for (std::size_t h = 0; h < n_heads; ++h) {
-    const auto kv_head = static_cast<std::int32_t>(h / group);
-    ValueMeans& values = Values(step.layer, kv_head);
-    if (h % group == 0) {
-      values.MoveTo(context_.rows->rows(step.layer, kv_head), step.n_index, SkippedValues());
-    }
-    const std::span<const float> blocks(mass_.data() + h * n_blocks, n_blocks);
-    double sum = 0;
-    for (const float m : blocks) sum += m;
-    rest_mass_[h] = static_cast<float>(sum);
-    values.Weigh(blocks, rest_.data() + h * dim);
+    const float* blocks = mass_.data() + h * n_blocks;
+    rest_mass_[h] = static_cast<float>(std::accumulate(blocks, blocks + n_blocks, 0.0));
   }
+  WeighRest(step, n_blocks);
+}
+
+// rest_ out of mass_ and the mean values, which it brings up to date.
+void SparseMethod::WeighRest(const Step& step, std::size_t n_blocks) {
+  const HeadGeometry& heads = geometry();
+  const std::size_t group = Size(heads.group());
+  const std::size_t dim = Size(heads.head_dim);
+  const std::int64_t slices = ValueMeans::Slices(heads.head_dim, config_.residual);
+  for (std::int32_t kv = 0; kv < heads.n_kv_heads; ++kv) {
+    Values(step.layer, kv).MoveTo(context_.rows->rows(step.layer, kv), step.n_index,
+                                  SkippedValues());
+  }
+  const int n_threads = slices > 1 ? context_.backend->n_threads() : 1;
+  ParallelFor(heads.n_kv_heads * slices, n_threads, [&](std::int64_t i) {
+    const auto kv = static_cast<std::int32_t>(i / slices);
+    Values(step.layer, kv)
+        .Weigh({mass_.data() + Size(kv) * group * n_blocks, group * n_blocks}, heads.group(),
+               i % slices, rest_.data() + Size(kv) * group * dim);
+  });
 }
 
 void SparseMethod::AddRest(std::int32_t layer, float* out) {

@@ -111,6 +111,7 @@ class SparseMethod : public Method {
   void AttendSelected(const Step& step, const float* q, float* out);
   LayerScores ScoreBuffers();
   void MeasureRest(const Step& step, const float* q);
+  void WeighRest(const Step& step, std::size_t n_blocks);
   void AddRest(std::int32_t layer, float* out);
   void FitResidual(std::int32_t layer, std::int64_t n_tokens);
   bool FitFactors(std::int32_t layer, std::int64_t n_tokens, std::span<float> factor);

@@ -74,9 +74,11 @@ struct LayeredSession {
   // A calibration that knows nothing but the residual's factor, the same for all heads, of `spec`.
   Calibration WithFactor(const std::string& spec, float factor) const {
     Calibration calibration;
-    calibration.n_layers = rows.n_layers();
+    for (std::int32_t layer = 0; layer < rows.n_layers(); ++layer) {
+      calibration.layers.push_back(layer);
+    }
     calibration.heads = heads;
-    calibration.residual[Make(spec)->spec()] =
+    calibration.residual[CalibrationKey(Make(spec)->spec())] =
         std::vector<float>(Size(rows.n_layers()) * Size(heads.n_heads), factor);
     return calibration;
   }

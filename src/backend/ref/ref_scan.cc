@@ -2,6 +2,7 @@
 // Approximate and exact scores, and the mass of their blocks.
 #include <cassert>
 #include <cmath>
+#include <limits>
 
 #include "backend/ref/ref_backend.h"
 #include "base/half.h"
@@ -94,6 +95,11 @@ void RefBackend::Mass(const MassArgs& a) const {
   constexpr double kMost = 88;
   for (const MassHead& head : a.heads) {
     for (int h = 0; h < a.group; ++h) {
+      for (std::int64_t i = 0; i < head.n_listed; ++i) {
+        if (head.tokens[i] < a.n_blocks * kBlockTokens && (head.mask[i] >> h & 1) != 0) {
+          head.scores[h * head.stride + head.tokens[i]] = -std::numeric_limits<float>::infinity();
+        }
+      }
       for (std::int64_t b = 0; b < a.n_blocks; ++b) {
         const float* scores = head.scores + h * head.stride + b * kBlockTokens;
         double mass = 0;
