@@ -40,7 +40,7 @@ TEST(MethodSpec, BadSpecsNameValueLimitAndRemedy) {
       {"fathom:basis=balance", {"basis=balance", "raw|klt"}},
       {"fathom:colour=red",
        {"no option 'colour'",
-        "valid here: preset, bits, store, meanbits, weights, range, plan, basis, budgets, k, "}},
+        "valid here: preset, bits, budgets, store, meanbits, weights, range, plan, basis, k, "}},
       {"dense:k=512", {"no option 'k'", "it takes none"}},
       {"fathom:k", {"'k' is not key=value"}},
       {"fathom:k=1,k=2", {"given twice"}},

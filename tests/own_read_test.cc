@@ -288,15 +288,16 @@ Calibration MakeCalibration(const LayeredSession& session) {
       head.stats = MeasureHead(session.Context(), layer, kv, kBuilt, BasisRule::kCentred, true);
       BlockReader reader(session.rows.rows(layer, kv), head.stats.basis);
       for (const int bits : {4, 8}) {
-        head.codec[bits == 8 ? 1 : 0] = FitCodec(reader, 0, kBuilt / kBlockTokens,
-                                                 {Codec::kMean, kDim, bits, 64}, {}, session.spy);
+        head.codec[bits == 8 ? 1 : 0] =
+            FitCodec(reader, 0, kBuilt / kBlockTokens, {Codec::kMean, kDim, bits, 64}, {},
+                     kMeanReach, session.spy);
       }
     }
   }
   return calibration;
 }
 
-const char* const kBudgeted = "fathom:bits=28,k=100,min=0,budgets=";
+const char* const kBudgeted = "fathom:bits=28,plan=measured,k=100,min=0,budgets=";
 
 TEST(Calibrated, LayersReadTheirBudgets) {
   const auto session = MakeSession(true);

@@ -150,7 +150,8 @@ std::vector<double> DirectMean(const std::vector<Half>& rows, std::size_t dim, s
 std::vector<float> Weighed(const ValueMeans& means, ResidualRule rule,
                            const std::vector<float>& mass) {
   std::vector<float> out(48, kNan);
-  for (std::int64_t s = 0; s < ValueMeans::Slices(48, rule); ++s) means.Weigh(mass, 1, s, out.data());
+  for (std::int64_t s = 0; s < ValueMeans::Slices(48, rule); ++s)
+    means.Weigh(mass, 1, s, out.data());
   return out;
 }
 
@@ -427,7 +428,7 @@ TEST(ResidualNumbers, MassesNearTheLargestFloatDoNoHarm) {
     large += mass > 1e35 && mass < 3.4e38 ? 1 : 0;
   };
   // One bit: nearly all the spread of the scores is noise, and half its variance goes into exp.
-  const auto method = session.Make("fathom:bits=1,residual=mean,k=100,min=0");
+  const auto method = session.Make("fathom:bits=1,plan=measured,residual=mean,k=100,min=0");
   for (double size = 10; size < 22; size += 0.125) {
     for (const float x : session.Attend(*method, session.Query(25, size))) {
       ASSERT_TRUE(std::isfinite(x)) << size;

@@ -205,6 +205,8 @@ MethodSpec BudgetSpec(const BudgetRequest& request, double bits, const char* bud
   const auto preset = spec.options.find("preset");
   const bool paper = preset != spec.options.end() && preset->second == "paper";
   spec.options[paper ? "budget" : "bits"] = NumberText(bits);
+  // One multiplier for all layers shares bits among them by itself.
+  if (!paper) spec.options.emplace("plan", "measured");
   spec.options["budgets"] = budgets;
   spec.options["min"] = "0";  // a capture is used as it is, however short
   spec.options.emplace("k", "512");

@@ -36,9 +36,14 @@ struct Config {
 constexpr double kMaxBits =
     kMaxHeadDim * (kPlanes + 8.0 / kBlockTokens);  // everything, at the largest head
 
+bool BudgetsFromFile(OptionReader& options) {
+  return options.Choice("budgets", "flat", {"flat", "file"}) == "file";
+}
+
 void ReadPaper(OptionReader& options, Config* config) {
   config->shape.codec = Codec::kPaper;
   config->budget = options.Real("budget", config->budget, 1, kMaxHeadDim * kPlanes);
+  config->budgets_from_file = BudgetsFromFile(options);
   const std::string basis = options.Choice("basis", "auto", {"auto", "raw", "klt", "balanced"});
   config->auto_basis = basis == "auto";
   config->basis = basis == "klt"        ? BasisRule::kKlt
@@ -48,6 +53,7 @@ void ReadPaper(OptionReader& options, Config* config) {
 
 void ReadOwn(OptionReader& options, Config* config) {
   config->bits = options.Real("bits", config->bits, 1, kMaxBits);
+  config->budgets_from_file = BudgetsFromFile(options);
   const bool mean = options.Choice("store", "mean", {"mean", "paper"}) == "mean";
   config->shape.codec = mean ? Codec::kMean : Codec::kPaper;
   if (mean) {
@@ -64,7 +70,8 @@ void ReadOwn(OptionReader& options, Config* config) {
                 "block means nor fitted decoders and ranges");
   }
   config->rules.distortions = true;
-  const std::string plan = options.Choice("plan", "measured", {"measured", "published", "common"});
+  const std::string plan = options.Choice("plan", config->budgets_from_file ? "measured" : "common",
+                                          {"common", "measured", "published"});
   config->plan = plan == "measured"    ? PlanRule::kMeasured
                  : plan == "published" ? PlanRule::kPublished
                                        : PlanRule::kCommon;
@@ -83,7 +90,6 @@ Config ReadConfig(OptionReader& options) {
                                        : "fathom: budget is an option of the published read; add "
                                          "preset=paper, or give bits (read bits per token)");
   }
-  config.budgets_from_file = options.Choice("budgets", "flat", {"flat", "file"}) == "file";
   if (config.budgets_from_file && config.plan == PlanRule::kCommon) {
     throw Error(ErrorCode::kUsage,
                 "fathom: budgets=file and plan=common both share bits among layers; give one");
@@ -156,8 +162,8 @@ class FathomMethod final : public PlaneMethod {
 
   void BuildAll(std::int64_t n_tokens) override {
     PlaneMethod::BuildAll(n_tokens);
-    if (config_own_.plan == PlanRule::kCommon && (!fit_done_ || Outgrown(fit_tokens_, n_tokens))) {
-      FitCommon();
+    if (CanFitCommon() && (!common() || Outgrown(fit_tokens_, n_tokens))) {
+      FitCommon(n_tokens);
       fit_tokens_ = n_tokens;
     }
   }
@@ -165,18 +171,13 @@ class FathomMethod final : public PlaneMethod {
   void ExtendIndex(std::int32_t layer, std::int64_t n_tokens) override {
     // One multiplier for all layers needs all their indexes; the current token may not be written
     // in layers that come later.
-    if (config_own_.plan == PlanRule::kCommon && !fit_done_ && n_tokens > kBlockTokens) {
-      BuildAll(n_tokens - 1);
-    }
+    if (!common() && CanFitCommon() && n_tokens > kBlockTokens) BuildAll(n_tokens - 1);
     PlaneMethod::ExtendIndex(layer, n_tokens);
   }
 
   void TruncateIndex(std::int64_t n_tokens) override {
     PlaneMethod::TruncateIndex(n_tokens);
-    if (!index().built(0)) {
-      multiplier_ = kNotFitted;
-      fit_done_ = false;
-    }
+    if (!index().built(0)) multiplier_ = kNotFitted;
   }
 
  private:
@@ -193,6 +194,10 @@ class FathomMethod final : public PlaneMethod {
   }
   // False while there is no multiplier: a session without queries plans every head by itself.
   bool common() const { return multiplier_ != kNotFitted; }
+  bool CanFitCommon() const {
+    return config_own_.plan == PlanRule::kCommon && context_.queries != nullptr &&
+           config_.dense_layers < n_layers() && context_.queries->back().recent.size() > 0;
+  }
   PlanWeights weights() const {
     return config_own_.plan == PlanRule::kPublished ? PlanWeights::kSum : PlanWeights::kPerHead;
   }
@@ -243,32 +248,30 @@ class FathomMethod final : public PlaneMethod {
 
   // The multiplier at which the last queries of the prefill read `bits` on average over all layers
   // and KV heads.
-  void FitCommon() {
-    fit_done_ = true;
-    if (context_.queries == nullptr) return;
+  void FitCommon(std::int64_t n_tokens) {
     const std::int32_t group = geometry().group();
     const std::int32_t dim = geometry().head_dim;
     MultiplierFit fit;
     std::vector<float> mapped(static_cast<std::size_t>(group * dim));
-    std::int64_t added = 0;
     for (std::int32_t layer = config_.dense_layers; layer < n_layers(); ++layer) {
       const QuerySamples& recent = (*context_.queries)[static_cast<std::size_t>(layer)].recent;
       for (std::int64_t i = 0; i < recent.size(); ++i) {
-        for (std::int32_t h = 0; h < geometry().n_kv_heads; ++h, ++added) {
+        const std::int64_t position = recent.positions()[static_cast<std::size_t>(i)];
+        if (position >= n_tokens || !IsSparseAt(layer, position + 1)) continue;
+        for (std::int32_t h = 0; h < geometry().n_kv_heads; ++h) {
           index().head(layer, h).index.basis().MapQueries(recent.query(i) + h * group * dim, group,
                                                           mapped.data());
           fit.Add(mapped.data(), group, *Plan(layer, h).hull);
         }
       }
     }
-    if (added > 0) multiplier_ = fit.Fit(config_own_.bits);
+    if (fit.count() > 0) multiplier_ = fit.Fit(config_own_.bits);
   }
 
   const Config config_own_;
   const std::vector<double> bits_;  // [n_layers] read bits, or code bits of the published read
   std::vector<HeadPlan> plans_;     // [n_layers][n_kv_heads], our read
   double multiplier_ = kNotFitted;  // plan=common
-  bool fit_done_ = false;           // or there were no queries to fit it on
   std::int64_t fit_tokens_ = 0;     // tokens of the session then
 };
 

@@ -58,8 +58,7 @@ void ValueMeans::Weigh(std::span<const float> mass, std::int32_t group, std::int
     for (std::size_t g = 0; g < Size(group); ++g) {
       const float* of_head = mass.data() + g * n_blocks;
       const double sum = std::accumulate(of_head, of_head + n_blocks, 0.0);
-      const double scale =
-          sum / static_cast<double>(std::max<std::int64_t>(n_tokens_ - skip_, 1));
+      const double scale = sum / static_cast<double>(std::max<std::int64_t>(n_tokens_ - skip_, 1));
       for (std::size_t d = 0; d < dim; ++d) {
         out[g * dim + d] = static_cast<float>(scale * total_[d]);
       }

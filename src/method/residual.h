@@ -35,8 +35,7 @@ class ValueMeans {
   // For the query heads of the group: sum over blocks b of mass[g][b] times v, by the rule. Writes
   // the channels of one slice, which all together are [group][D]; slices are independent tasks.
   // mass: [group][n_tokens / 64]; out: [group][D].
-  void Weigh(std::span<const float> mass, std::int32_t group, std::int64_t slice,
-             float* out) const;
+  void Weigh(std::span<const float> mass, std::int32_t group, std::int64_t slice, float* out) const;
   static std::int64_t Slices(std::int32_t head_dim, ResidualRule rule) {
     return rule == ResidualRule::kBlock ? (head_dim + kSlice - 1) / kSlice : 1;
   }

@@ -272,8 +272,8 @@ void SparseMethod::WeighRest(const Step& step, std::size_t n_blocks) {
   const std::size_t dim = Size(heads.head_dim);
   const std::int64_t slices = ValueMeans::Slices(heads.head_dim, config_.residual);
   for (std::int32_t kv = 0; kv < heads.n_kv_heads; ++kv) {
-    Values(step.layer, kv).MoveTo(context_.rows->rows(step.layer, kv), step.n_index,
-                                  SkippedValues());
+    Values(step.layer, kv)
+        .MoveTo(context_.rows->rows(step.layer, kv), step.n_index, SkippedValues());
   }
   const int n_threads = slices > 1 ? context_.backend->n_threads() : 1;
   ParallelFor(heads.n_kv_heads * slices, n_threads, [&](std::int64_t i) {

@@ -88,6 +88,10 @@ class SparseMethod : public Method {
   virtual void SelectedLse(std::int32_t /*layer*/, std::int64_t /*n_tokens*/, const float* /*q*/,
                            const LayerScores& /*scores*/, std::span<float> /*lse*/) {}
 
+  // Whether the layer scans at this length.
+  bool IsSparseAt(std::int32_t layer, std::int64_t n_tokens) const {
+    return IsSparse(StepAt(layer, n_tokens));
+  }
   const HeadGeometry& geometry() const { return context_.rows->geometry(); }
   std::int32_t n_layers() const { return context_.rows->n_layers(); }
   float scale() const;

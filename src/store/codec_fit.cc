@@ -255,8 +255,9 @@ MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_block
 }
 
 MeanCodec FitCodec(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape, const IndexRules& rules, const Backend& backend) {
-  MeanCodec codec = FitSteps(reader, first, n_blocks, shape, rules.ranges, kMeanReachAhead);
+                   const IndexShape& shape, const IndexRules& rules, double mean_reach,
+                   const Backend& backend) {
+  MeanCodec codec = FitSteps(reader, first, n_blocks, shape, rules.ranges, mean_reach);
   if (rules.decoders == Decoders::kCentre) {
     codec.weight = CentreWeights(codec.range);
     return codec;

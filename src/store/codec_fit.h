@@ -84,6 +84,7 @@ MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_block
 
 // Steps and decoders of these blocks. They are packed into scratch memory only.
 MeanCodec FitCodec(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape, const IndexRules& rules, const Backend& backend);
+                   const IndexShape& shape, const IndexRules& rules, double mean_reach,
+                   const Backend& backend);
 
 }  // namespace fathom

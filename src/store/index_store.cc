@@ -129,7 +129,7 @@ void HeadIndex::AddNextSegment(BlockReader& reader, const Backend& backend) {
   }
   if (shape_.codec == Codec::kMean) {
     MeanCodec codec = FitCodec(reader, n_blocks_ - shape_.segment_blocks, shape_.segment_blocks,
-                               shape_, rules_, backend);
+                               shape_, rules_, kMeanReachAhead, backend);
     codecs_.reserve(codecs_.size() + 1);
     AddSegment(static_cast<std::int32_t>(codecs_.size()));
     codecs_.push_back(std::move(codec));
