@@ -248,12 +248,12 @@ TEST_F(CalibrationTest, BudgetsAreUsedAndMeasured) {
                                  {{"fathom:k=64", 26}, requests[0], requests[1]}));
   ASSERT_EQ(report.budgets.size(), 3U);
   ASSERT_EQ(report.calibration->budgets.size(), 3U);
-  const auto rows =
-      Errors(capture,
-             {"fathom:residual=off,bits=26,budgets=file",
-              "fathom:preset=paper,budget=36,basis=raw,budgets=file", "fathom:residual=off,bits=26",
-              "fathom:preset=paper,budget=36,basis=raw"},
-             report.calibration);
+  const auto rows = Errors(
+      capture,
+      {"fathom:residual=off,bits=26,budgets=file",
+       "fathom:preset=paper,budget=36,basis=raw,budgets=file",
+       "fathom:residual=off,bits=26,plan=measured", "fathom:preset=paper,budget=36,basis=raw"},
+      report.calibration);
   for (std::size_t i = 0; i < 2; ++i) {
     const LayerBudgets& budgets = report.budgets[i + 1];
     EXPECT_EQ(budgets.key, CalibrationKey(rows[i].spec));

@@ -139,6 +139,15 @@ std::vector<EvalPreset> MakePresets() {
   std::vector<EvalPreset> presets;
   presets.push_back(
       {"table", "all methods at their usual points (the default)", DefaultMethods(), {}});
+  presets.push_back(
+      {"late",
+       "the read in its variants, for --freeze: what becomes of old statistics",
+       {"exact", "fathom:bits=28", "fathom:bits=28,plan=measured", "fathom:bits=28,residual=mean",
+        "fathom:bits=28,residual=off", "fathom:bits=28,plan=measured,residual=off",
+        "fathom:bits=28,range=rms", "fathom:bits=28,meanbits=8", "fathom:bits=28,basis=klt",
+        "fathom:bits=28,basis=balanced", "fathom:preset=paper,budget=48,basis=raw",
+        "fathom:preset=paper,budget=48,basis=klt", "double-sparsity", "loki"},
+       {}});
   for (auto& preset : PaperAblations()) presets.push_back(std::move(preset));
   for (auto& preset : OwnAblations()) presets.push_back(std::move(preset));
   return presets;
@@ -149,12 +158,15 @@ std::vector<EvalPreset> MakePresets() {
 std::vector<std::string> DefaultK() { return {"0.4%", "1.6%", "6%"}; }
 
 std::vector<std::string> DefaultMethods() {
-  return Join({{"exact", "exact:residual=block", "double-sparsity", "sparq:r=16", "sparq", "loki",
-                "loki:r=64", "thumbnail", "landmark", "quest", "full4", "h2o", "streaming"},
-               Paper({"48", "64", "80"}),
+  return Join({{"exact", "exact:residual=block", "double-sparsity", "double-sparsity:basis=klt",
+                "sparq:r=16", "sparq", "sparq:basis=klt", "loki", "loki:r=64", "thumbnail",
+                "landmark", "quest", "full4", "h2o", "streaming"},
+               Paper({"48", "64", "80"}, ",basis=raw"),
+               Paper({"48", "64", "80"}, ",basis=klt"),
                Scan({"13", "19", "27", "37", "56", "70"}),
                At("fathom:bits=", {"13", "19", "28", "37"}),
-               {"fathom:bits=28,residual=mean", "fathom:bits=28,basis=balanced"}});
+               {"fathom:bits=28,residual=mean", "fathom:bits=28,plan=measured",
+                "fathom:bits=28,basis=balanced"}});
 }
 
 const std::vector<EvalPreset>& EvalPresets() {
