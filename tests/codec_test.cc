@@ -75,6 +75,9 @@ class CodecTest : public testing::TestWithParam<Case> {
 
 TEST_P(CodecTest, StepsFollowTheSpreadOfMeansAndResiduals) {
   const MeanCodec& codec = index_.codecs()[0];
+  HeadIndex by_rms(index_.shape(), index_.basis(), {.ranges = Ranges::kRms});
+  by_rms.Build(rows_.data(), kBuilt, *backend_);
+  ASSERT_EQ(by_rms.codecs()[0].mean_step, codec.mean_step);
   const int limit = (1 << (c_.mean_bits - 1)) - 1;
   for (int j = 0; j < c_.dim; ++j) {
     double mean = 0, square = 0, residual = 0;
@@ -87,9 +90,17 @@ TEST_P(CodecTest, StepsFollowTheSpreadOfMeansAndResiduals) {
     }
     const auto at = static_cast<std::size_t>(j);
     const double step = 4 * std::sqrt(square) / limit + 1e-9;
-    const double range = 2 * std::sqrt(residual) + 1e-9;
     EXPECT_NEAR(codec.mean_step[at], step, 1e-6 * step) << j;
-    EXPECT_NEAR(codec.range[at], range, 1e-6 * range) << j;
+    const auto range = [residual](int multiple) { return multiple * std::sqrt(residual) + 1e-9; };
+    EXPECT_NEAR(by_rms.codecs()[0].range[at], range(2), 1e-6 * range(2)) << j;
+    // Which multiple is measured: tests/range_fit_test.cc.
+    const std::array multiples = {2, 3, 4, 6, 8, 11};
+    EXPECT_TRUE(std::ranges::any_of(multiples,
+                                    [&](int multiple) {
+                                      return std::fabs(codec.range[at] - range(multiple)) <=
+                                             1e-6 * range(multiple);
+                                    }))
+        << j << ": " << codec.range[at] << " of rms " << std::sqrt(residual);
   }
 }
 
@@ -113,7 +124,8 @@ TEST_P(CodecTest, CodesFollowTheRuleOfPack) {
 }
 
 // Of all linear decoders of t bits none is better: the error is orthogonal to every bit, up to the
-// ridge.
+// ridge and to the weights' rounding to single precision, which every token feels once. Where
+// planes are nearly alike, as in channels with rare large values, weights are large and cancel.
 TEST_P(CodecTest, DecodersSolveTheNormalEquations) {
   const IndexProbe probe(index_);
   const std::int64_t n = kBuilt * kBlockTokens;
@@ -132,13 +144,16 @@ TEST_P(CodecTest, DecodersSolveTheNormalEquations) {
         for (int p = 0; p < t; ++p) error -= sigma(p) * static_cast<double>(w[p]);
         for (int p = 0; p < t; ++p) gradient[static_cast<std::size_t>(p)] += sigma(p) * error;
       }
+      double weights = 0;
+      for (int p = 0; p < t; ++p) weights += std::fabs(w[p]);
+      const double bound = static_cast<double>(n) * 0x1p-24 * weights + 1e-9 * energy;
       for (int p = 0; p < kPlanes; ++p) {
         if (p >= t) {
           EXPECT_EQ(w[p], 0.0f);
           continue;
         }
         const double ridge = 1e-6 * static_cast<double>(n) * static_cast<double>(w[p]);
-        EXPECT_NEAR(gradient[static_cast<std::size_t>(p)], ridge, 1e-6 * energy) << j << " " << t;
+        EXPECT_NEAR(gradient[static_cast<std::size_t>(p)], ridge, bound) << j << " " << t;
       }
     }
   }

@@ -9,13 +9,16 @@
 #include <filesystem>
 #include <fstream>
 #include <limits>
+#include <map>
 #include <set>
 #include <sstream>
+#include <vector>
 
 #include "../apps/cli/eval_error.h"
 #include "../apps/cli/eval_presets.h"
 #include "../apps/cli/eval_report.h"
 #include "../apps/cli/svg_labels.h"
+#include "support/random_data.h"
 
 namespace fathom::cli {
 namespace {
@@ -23,7 +26,7 @@ namespace {
 namespace fs = std::filesystem;
 
 // Runs the command in this process; what it throws passes through.
-int Run(const std::string& arguments, std::string* out = nullptr) {
+int RunError(const std::string& arguments, std::string* out = nullptr) {
   CLI::App app("eval", "eval");
   int exit_code = -1;
   AddEvalErrorCommand(app, &exit_code);
@@ -148,22 +151,22 @@ TEST(EvalErrorBasis, AddedWhereTheMethodHasIt) {
 }
 
 TEST(EvalErrorOptions, BadOnesAreUsageErrors) {
-  ExpectHolds(UsageError([] { Run(""); }), {"capture", "fathom capture"});
-  ExpectHolds(UsageError([] { Run("x --preset nothing"); }), {"nothing", "list", "own-basis"});
-  ExpectHolds(UsageError([] { Run("x --preset ablation-layers"); }), {"--stats-file"});
-  ExpectHolds(UsageError([] { Run("x --preset table --methods exact"); }), {"--preset"});
-  ExpectHolds(UsageError([] { Run("x --methods nosuch"); }), {"nosuch", "valid"});
-  ExpectHolds(UsageError([] { Run("x --methods fathom:bits=0"); }), {"bits=0"});
+  ExpectHolds(UsageError([] { RunError(""); }), {"capture", "fathom capture"});
+  ExpectHolds(UsageError([] { RunError("x --preset nothing"); }), {"nothing", "list", "own-basis"});
+  ExpectHolds(UsageError([] { RunError("x --preset ablation-layers"); }), {"--stats-file"});
+  ExpectHolds(UsageError([] { RunError("x --preset table --methods exact"); }), {"--preset"});
+  ExpectHolds(UsageError([] { RunError("x --methods nosuch"); }), {"nosuch", "valid"});
+  ExpectHolds(UsageError([] { RunError("x --methods fathom:bits=0"); }), {"bits=0"});
   for (const char* bad :
        {"--metric other", "--fit never", "--basis auto", "--qk-norm maybe", "--freeze 1.5",
         "--freeze -0.1", "--every 0", "--layers x", "--layers -1", "--threads -1", "--nothing"}) {
-    EXPECT_FALSE(UsageError([&] { Run(std::string("x ") + bad); }).empty()) << bad;
+    EXPECT_FALSE(UsageError([&] { RunError(std::string("x ") + bad); }).empty()) << bad;
   }
 }
 
 TEST(EvalErrorOptions, FilesThatAreNotThere) {
   try {
-    Run("/nonexistent/capture --methods exact --k 64");
+    RunError("/nonexistent/capture --methods exact --k 64");
     FAIL() << "no error";
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kIo);
@@ -173,7 +176,7 @@ TEST(EvalErrorOptions, FilesThatAreNotThere) {
 
 TEST(EvalErrorPresets, ListNeedsNoCapture) {
   std::string out;
-  EXPECT_EQ(Run("--preset list", &out), kExitOk);
+  EXPECT_EQ(RunError("--preset list", &out), kExitOk);
   for (const EvalPreset& preset : EvalPresets()) ExpectHolds(out, {preset.name + " "});
   EXPECT_EQ(std::count(out.begin(), out.end(), '\n'),
             static_cast<std::ptrdiff_t>(EvalPresets().size()));
@@ -344,6 +347,66 @@ TEST(EvalErrorPlot, TextsAreCutInTheMiddle) {
   EXPECT_LE(TextWidth(cut, 12), 100);
   EXPECT_EQ(cut.substr(0, 2), "a-");
   EXPECT_EQ(cut.substr(cut.size() - 3), "ors");
+}
+
+// Random keys and queries of two layers, 600 tokens.
+void WriteSmallCapture(const std::string& path) {
+  CaptureGeometry geometry;
+  geometry.n_tokens = 600;
+  geometry.heads = {4, 2, 32};
+  geometry.layers = {1, 4};
+  geometry.q_positions = {596, 597, 598, 599};
+  geometry.stats_positions = {100, 200, 300, 400, 500};
+  geometry.has_qk_norm = true;
+  CaptureWriter writer(path, geometry, CaptureType::kF32);
+  test::Random random(7);
+  for (const std::int32_t layer : geometry.layers) {
+    std::vector<float> q(600 * 4 * 32);
+    std::vector<float> k(600 * 2 * 32);
+    std::vector<float> v(k.size());
+    for (auto* values : {&q, &k, &v})
+      std::generate(values->begin(), values->end(),
+                    [&] { return static_cast<float>(random.Normal()); });
+    writer.Write(layer, 0, 600, q.data(), k.data(), v.data());
+  }
+  writer.Commit();
+}
+
+TEST(EvalErrorRun, TablesJsonAndPictureOfASmallCapture) {
+  std::string folder = (fs::temp_directory_path() / "fathom-eval-XXXXXX").string();
+  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  WriteSmallCapture(folder + "/small.safetensors");
+  std::string out;
+  const int code = RunError(folder +
+                                "/small.safetensors --methods exact,fathom:bits=12,residual=off,"
+                                "fathom:bits=40,residual=off --k 64,20% --layers 4 -o " +
+                                folder + "/report.json --svg " + folder + "/figure.svg -t 1",
+                            &out);
+  EXPECT_EQ(code, kExitOk);
+  ExpectHolds(out, {"600 tokens, 1 layers", "k = 64", "k = 120", "exact", "fathom:bits=12"});
+  const nlohmann::json json = nlohmann::json::parse(ReadText(folder + "/report.json"));
+  EXPECT_EQ(json["format"], "fathom-error-report");
+  EXPECT_EQ(json["options"]["methods"][1], "fathom:bits=12,residual=off");
+  ASSERT_EQ(json["runs"].size(), 1U);
+  const nlohmann::json& run = json["runs"][0];
+  EXPECT_EQ(run["layers"], nlohmann::json({4}));
+  ASSERT_EQ(run["rows"].size(), 6U);
+  for (const auto& row : run["rows"]) EXPECT_GT(row["mean"].get<double>(), 0) << row;
+  // More bits, less error; exact selection, the least.
+  const auto mean = [&](std::size_t i) { return run["rows"][i]["mean"].get<double>(); };
+  EXPECT_LT(mean(4), mean(2));
+  EXPECT_LT(mean(0), mean(4));
+  ExpectHolds(TextsOfXml(ReadText(folder + "/figure.svg")),
+              {"small.safetensors", "exact\n", "fathom:residual=off\n"});
+  // A file that cannot be written is found out before the work.
+  try {
+    RunError(folder + "/small.safetensors --methods exact --k 64 -o " + folder +
+             "/none/report.json");
+    ADD_FAILURE() << "no error";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kIo);
+  }
+  fs::remove_all(folder);
 }
 
 }  // namespace

@@ -27,23 +27,23 @@ class WorkedExample : public testing::Test {
  protected:
   void SetUp() override {
     for (int i = 0; i < 6; ++i) {
-      for (int j = 0; j < 4; ++j) session.Key(20 + i, j) = kExample[i][j];
+      for (int j = 0; j < 4; ++j) session_.Key(20 + i, j) = kExample[i][j];
     }
-    session.q.assign(32, 0.0F);
-    std::ranges::copy(std::array{3.F, 1.F, 2.F, .1F}, session.q.begin());
-    std::ranges::copy(std::array{1.F, 2.F, -1.F, .2F}, session.q.begin() + 16);
-    session.Sample(30, {{3, 1, 2, .1F}, {1, 2, -1, .2F}});
+    session_.q.assign(32, 0.0F);
+    std::ranges::copy(std::array{3.F, 1.F, 2.F, .1F}, session_.q.begin());
+    std::ranges::copy(std::array{1.F, 2.F, -1.F, .2F}, session_.q.begin() + 16);
+    session_.Sample(30, {{3, 1, 2, .1F}, {1, 2, -1, .2F}});
   }
   void Expect(const std::string& spec, const Winners& a, const Winners& b, double bits) {
-    session.Run(spec + ",k=38");
+    session_.Run(spec + ",k=38");
     Winners shifted_a, shifted_b;
-    for (const auto t : session.Of(0)) shifted_a.insert(t - 20);
-    for (const auto t : session.Of(1)) shifted_b.insert(t - 20);
+    for (const auto t : session_.Of(0)) shifted_a.insert(t - 20);
+    for (const auto t : session_.Of(1)) shifted_b.insert(t - 20);
     EXPECT_EQ(shifted_a, a) << spec;
     EXPECT_EQ(shifted_b, b) << spec;
-    EXPECT_DOUBLE_EQ(session.bits(), bits) << spec;
+    EXPECT_DOUBLE_EQ(session_.bits(), bits) << spec;
   }
-  Session session{2, 16, 128};
+  Session session_{2, 16, 128};
 };
 
 // sum |k_j| over the keys: 5.9, 4.6, 1.8, .2; mean |q_j|: 2, 1.5, 1.5, .15: channels 0 and 1. Their
@@ -52,7 +52,7 @@ class WorkedExample : public testing::Test {
 // B = x0 + 2 x1: 2.44 .64 -1.91 2.59 -1.01 3.26; zero keys, in the cell above zero, .41 and .26.
 TEST_F(WorkedExample, DoubleSparsity) {
   Expect("double-sparsity:c=2", {0, 3}, {5, 3}, 8.5);
-  session.queries[0].samples.Clear();  // by the keys alone: the same two
+  session_.queries[0].samples.Clear();  // by the keys alone: the same two
   Expect("double-sparsity:c=2", {0, 3}, {5, 3}, 8.5);
 }
 
@@ -65,11 +65,11 @@ TEST_F(WorkedExample, DoubleSparsityByItsAuthorsInHalf) {
 // Two labels are the minimum and the maximum of their range: codes 0 and 15, hardly any loss, for
 // keys and queries alike.
 TEST_F(WorkedExample, DoubleSparsityByItsAuthorsInFourBits) {
-  session.Run("double-sparsity:c=2,rule=author,k=37");
-  EXPECT_EQ(session.Of(0), (Winners{20}));
-  EXPECT_EQ(session.Of(1), (Winners{25}));
-  EXPECT_DOUBLE_EQ(session.bits(), 4 * 2 + 32);
-  EXPECT_EQ(session.method->MemoryBytes(), 128 * (1 + 4));
+  session_.Run("double-sparsity:c=2,rule=author,k=37");
+  EXPECT_EQ(session_.Of(0), (Winners{20}));
+  EXPECT_EQ(session_.Of(1), (Winners{25}));
+  EXPECT_DOUBLE_EQ(session_.bits(), 4 * 2 + 32);
+  EXPECT_EQ(session_.method->MemoryBytes(), 128 * (1 + 4));
 }
 
 // sum |q_j| = 4, 3, 3, .3: of the equal channels 1 and 2 the smaller wins.
@@ -87,7 +87,7 @@ TEST_F(WorkedExample, SparqChannelsPerHead) {
 // = 8.36. One set for both heads.
 TEST_F(WorkedExample, SparqByItsAuthors) {
   Expect("sparq:r=2,rule=author", {0, 3}, {0, 3}, 32);
-  EXPECT_EQ(session.method->MemoryBytes(), 128 * 16 * 2);
+  EXPECT_EQ(session_.method->MemoryBytes(), 128 * 16 * 2);
 }
 
 // Two planes: A = 4.10 -2.40 .70 5.70 -2.40 4.20, B = 2.08 .07 -1.47 2.78 -.67 3.52.

@@ -6,93 +6,27 @@
 #include <algorithm>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <map>
-#include <numeric>
 #include <string>
 #include <vector>
 
-#include "base/half.h"
 #include "fathom/fathom.h"
 #include "method/head_stats.h"
+#include "support/compare.h"
+#include "support/one_layer_session.h"
 #include "support/random_data.h"
 
 namespace fathom {
 namespace {
 
-using Tokens = std::vector<std::int32_t>;
-
-std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-std::int64_t IndexEnd(std::int64_t n) { return n / kBlockTokens * kBlockTokens; }
-std::int64_t LastCandidate(std::int64_t n) { return std::min(IndexEnd(n), n - kWindow); }
-
-// first .. end - 1.
-Tokens Range(std::int64_t first, std::int64_t end) {
-  Tokens tokens(Size(end - first));
-  std::iota(tokens.begin(), tokens.end(), static_cast<std::int32_t>(first));
-  return tokens;
-}
-Tokens Join(std::initializer_list<Tokens> parts) {
-  Tokens all;
-  for (const Tokens& part : parts) all.insert(all.end(), part.begin(), part.end());
-  return all;
-}
-
-// One layer. Keys are written whole; values do not matter here.
-struct Session {
-  Session(std::int32_t group, std::int32_t n_kv, std::int32_t dim, std::int64_t n)
-      : heads{group * n_kv, n_kv, dim},
-        rows(1, heads, n),
-        n_tokens(n),
-        keys(Size(n * n_kv * dim)),
-        queries{{QuerySamples(heads.n_heads, dim), QuerySamples(heads.n_heads, dim)}} {}
-
-  float& Key(std::int64_t token, std::int32_t channel, std::int32_t kv = 0) {
-    return keys[Size((token * heads.n_kv_heads + kv) * heads.head_dim + channel)];
-  }
-  void Write() {
-    rows.Write(0, 0, n_tokens, keys.data(), keys.data());
-    rows.Commit(n_tokens);
-  }
-  double RowKey(std::int64_t token, std::int32_t channel, std::int32_t kv) const {
-    return HalfToFloat(rows.rows(0, kv)[token * 2 * heads.head_dim + channel]);
-  }
-  MethodContext Context() const { return {&rows, backend.get(), &queries, false}; }
-  std::unique_ptr<Method> Make(const std::string& spec) const {
-    return MakeMethod(MethodSpec::Parse(spec), Context());
-  }
-  // A query of one head that has these first channels, the other heads zero.
-  std::vector<float> Query(std::initializer_list<float> channels) const {
-    std::vector<float> q(Size(heads.n_heads * heads.head_dim));
-    std::copy(channels.begin(), channels.end(), q.begin());
-    return q;
-  }
-
-  HeadGeometry heads;
-  RowStore rows;
-  std::int64_t n_tokens;
-  std::vector<float> keys;  // [n][n_kv_heads][D]
-  std::vector<LayerQueries> queries;
-  std::unique_ptr<Backend> backend = MakeBackend("cpu", 2);
-};
-
-// The winners of one query head after a step at n tokens; checks the rest against the protocol.
-Tokens Attend(Method& method, const Session& session, std::int64_t n, const std::vector<float>& q,
-              std::int32_t head = 0) {
-  std::vector<float> out(q.size(), NAN);
-  method.Attend(0, n, q.data(), out.data());
-  for (const float x : out) EXPECT_TRUE(std::isfinite(x));
-  const AttendedTokens step = method.attended(head / session.heads.group());
-  Tokens always, winners;
-  for (std::size_t i = 0; i < step.tokens.size(); ++i) {
-    const std::int32_t token = step.tokens[i];
-    if ((step.mask[i] >> (head % session.heads.group()) & 1) == 0) continue;
-    (token < kSinks || token >= LastCandidate(n) ? always : winners).push_back(token);
-  }
-  EXPECT_EQ(always, Join({Range(0, kSinks), Range(LastCandidate(n), n)}));
-  return winners;
-}
+using test::Attend;
+using test::IndexEnd;
+using test::Join;
+using test::LastCandidate;
+using test::Range;
+using test::Session;
+using test::Size;
+using test::Tokens;
 
 // Score 2 k0 + k1. Chunk 3 holds eight (1, 2): mean score 4. Chunk 5 one (20, 0): mean (2.5, 0), 5.
 // Chunk 9 four (4, 0): mean (2, 0), 4. The rest 0.
@@ -206,8 +140,9 @@ TEST(StreamingByHand, NewestTokensWithoutAScan) {
 // 1/sqrt(D) = 1/4: a key channel of 4 ln(w) gives a token w times the weight of a zero key.
 //
 // Prompt of 96 tokens, candidates 4 .. 63. One sampled query, at 79, along channel 0, where token
-// 10 has w = 100 and token 20 w = 2: the sum over its 80 tokens is 180, and scaled by 96 token 10
-// gets 53.3, token 20 1.07, the others .53. k = 39 leaves 10, 20 and, of the equal ones, 4.
+// 10 has w = 100, token 20 w = 2 and token 40 w = 1.5: the sum over its 80 tokens is 180.5, and
+// scaled by 96 token 10 gets 53.2, token 20 1.06, token 40 .80, the others .53. k = 39 leaves these
+// three.
 class H2oByHand : public testing::Test {
  protected:
   H2oByHand() : session_(1, 1, 16, 256) {
@@ -216,6 +151,7 @@ class H2oByHand : public testing::Test {
     };
     weigh(10, 0, 100);
     weigh(20, 0, 2);
+    weigh(40, 0, 1.5);
     weigh(70, 1, 200);
     weigh(80, 1, 20);
     weigh(30, 1, 1e6);  // what any retrieval would fetch
@@ -234,13 +170,13 @@ TEST_F(H2oByHand, WhatWasDroppedStaysAway) {
   const auto method = session_.Make("h2o:k=39,min=0");
   method->BuildIndex(96);
   EXPECT_EQ(method->MemoryBytes(), 4 * (3 + 32));
-  EXPECT_EQ(Step(*method, 97, {0, 1}), (Tokens{4, 10, 20}));
+  EXPECT_EQ(Step(*method, 97, {0, 1}), (Tokens{10, 20, 40}));
   EXPECT_EQ(method->MemoryBytes(), 4 * (3 + 33));
   EXPECT_EQ(method->counters().read_bits, 0);
   // Of 40 attended tokens 70 has weight 200 and 80 weight 20: they get 200/258 and 20/258, and a
   // little less in the next step: 1.55 and .155 together.
-  EXPECT_EQ(Step(*method, 98, {0, 1}), (Tokens{4, 10, 20}));
-  // Candidates now end at 96. 10 (53.3), 70 (1.55) and 20 (1.07) stay; 4 (.53) and 80 go.
+  EXPECT_EQ(Step(*method, 98, {0, 1}), (Tokens{10, 20, 40}));
+  // Candidates now end at 96. 10 (53), 70 (1.55) and 20 (1.07) stay; 40 (.81) and 80 go.
   EXPECT_EQ(Step(*method, 128, {0, 1}), (Tokens{10, 20, 70}));
   EXPECT_EQ(Step(*method, 129, {0, 1}), (Tokens{10, 20, 70}));
 }
@@ -257,7 +193,7 @@ TEST_F(H2oByHand, TruncationReturnsToTheBuild) {
   for (const std::int64_t n : {96, 100, 128}) {
     method->Truncate(n);
     EXPECT_EQ(method->MemoryBytes(), 4 * (3 + 32));
-    EXPECT_EQ(Step(*method, 127, {0, 1}), (Tokens{4, 10, 20}));
+    EXPECT_EQ(Step(*method, 127, {0, 1}), (Tokens{10, 20, 40}));
     advance();
     Step(*method, 129, {0, 1});
   }
@@ -361,6 +297,30 @@ TEST_F(Random, LandmarkScoresAreMeansOfScores) {
   }
 }
 
+// Mapped keys are centred; what the scores lack then is the same number for all tokens of a head,
+// and the residual must get it back.
+TEST_F(Random, LandmarkResidualDoesNotDependOnTheBasis) {
+  // An offset that rounding to fp16 hardly feels.
+  session_.keys = test::RandomNormal(kTokens * kKvHeads * kDim, 31, 0.5);
+  for (std::size_t i = 0; i < session_.keys.size(); ++i) {
+    session_.keys[i] += 0.5F * (static_cast<float>(i % kDim % 5) - 2);
+  }
+  session_.Write();
+  for (const std::int64_t position : {900, 940, 980}) {
+    session_.queries[0].recent.Add(position, NewQuery());
+  }
+  NewQuery();
+  const auto attend = [&](const std::string& options) {
+    std::vector<float> out(q_.size());
+    session_.Make("landmark:k=60,min=0," + options)->Attend(0, kTokens, q_.data(), out.data());
+    return out;
+  };
+  const auto raw = attend("residual=mean");
+  EXPECT_TRUE(test::Near(attend("residual=mean,basis=klt"), raw, 0.01));
+  EXPECT_TRUE(test::Near(attend("residual=mean,basis=balanced"), raw, 0.01));
+  EXPECT_FALSE(test::Near(attend("residual=off"), raw, 0.05)) << "the residual adds nothing here";
+}
+
 TEST_F(Random, QuestScoresAreBounds) {
   for (const auto& [name, rule] : Bases()) {
     const auto method = session_.Make("quest:k=100,min=0,basis=" + name);
@@ -416,6 +376,7 @@ TEST_F(Random, ShadowKvChoosesOutliersAndTheLargestSoftmax) {
       for (std::int32_t g = 0; g < kGroup; ++g) {
         const float* q = q_.data() + (kv * kGroup + g) * kDim;
         std::vector<double> logit;
+        logit.reserve(means.size());
         double sum = 0;
         for (const auto& mean : means) logit.push_back(Dot(q, mean.data(), kDim) / std::sqrt(kDim));
         for (std::size_t c = 0; c < kChunks; ++c)
@@ -436,6 +397,7 @@ void AddProbabilities(const Session& session, const float* q, std::int32_t kv, c
   const std::int32_t dim = session.heads.head_dim;
   std::vector<double> weight;
   double total = 0;
+  weight.reserve(tokens.size());
   for (const std::int32_t token : tokens) {
     double dot = 0;
     for (std::int32_t j = 0; j < dim; ++j) dot += q[j] * session.RowKey(token, j, kv);
@@ -446,24 +408,25 @@ void AddProbabilities(const Session& session, const float* q, std::int32_t kv, c
 }
 
 TEST_F(Random, H2oAccumulatesOverGroupAndSteps) {
-  constexpr std::int64_t kBuild = 800;
+  // A short prompt, so that what decode adds decides.
+  constexpr std::int64_t kBuild = 150, kSamples = 8;
   const auto method = session_.Make("h2o:k=100,recent=50,min=0");
   method->BuildIndex(kBuild);
   // Of what is attended too, so that the state is followed where scores nearly tie.
   std::vector<std::map<std::int32_t, double>> state(kKvHeads);
   const auto& samples = session_.queries[0].samples;
-  ASSERT_LT(samples.positions().back(), kBuild);
+  ASSERT_LT(samples.positions()[kSamples - 1], kBuild);
+  ASSERT_GE(samples.positions()[kSamples], kBuild);
   for (std::int32_t kv = 0; kv < kKvHeads; ++kv) {
-    for (std::int64_t s = 0; s < samples.size(); ++s) {
+    for (std::int64_t s = 0; s < kSamples; ++s) {
       for (std::int32_t g = 0; g < kGroup; ++g) {
         AddProbabilities(session_, samples.query(s) + (kv * kGroup + g) * kDim, kv,
                          Range(0, samples.positions()[Size(s)] + 1),
-                         static_cast<double>(kBuild) / static_cast<double>(samples.size()),
-                         &state[Size(kv)]);
+                         static_cast<double>(kBuild) / kSamples, &state[Size(kv)]);
       }
     }
     for (std::int32_t i = 0; i < kBuild; ++i) state[Size(kv)][i] += 0;
-    // Evicted after the prompt: candidates 4 .. 767 down to 64, of which 750 .. 767 are recent.
+    // Evicted after the prompt: candidates 4 .. 117 down to 64, of which 100 .. 117 are recent.
     std::vector<std::pair<double, std::int32_t>> old;
     for (std::int32_t i = kSinks; i < kBuild - 50; ++i) old.emplace_back(state[Size(kv)][i], i);
     std::ranges::sort(old, std::greater<>());

@@ -106,8 +106,8 @@ TEST_F(SessionTest, SetMethodIndexesTheSameRows) {
   EXPECT_GT(session.method().MemoryBytes(), 0);
   EXPECT_THROW(session.SetMethod("fathom:k=3"), Error);
   EXPECT_EQ(session.method().spec(),
-            "fathom:preset=own,bits=28,store=mean,meanbits=4,weights=lsq,plan=measured,basis=raw,"
-            "budgets=flat,k=128,min=1024,dense=0,residual=mean");
+            "fathom:preset=own,bits=28,store=mean,meanbits=4,weights=lsq,range=measured,"
+            "plan=measured,basis=raw,budgets=flat,k=128,min=1024,dense=0,residual=block");
 }
 
 TEST_F(SessionTest, SparseWithAllTokensEqualsDense) {
@@ -151,7 +151,9 @@ TEST_F(SessionTest, MemoryIsTheClosedForm) {
   session.BuildIndex();
   EXPECT_EQ(session.rows().MemoryBytes(), 6 * 2 * 2000 * 2 * 128 * 2);
   // 31 finished blocks take one segment of 64 blocks in each of 6 layers and 2 KV heads.
-  EXPECT_EQ(session.method().MemoryBytes(), 6 * 2 * (64 * 128 * 4 * 8 + 64 * 128 / 2));
+  // The residual adds fp16 mean values of each finished block.
+  EXPECT_EQ(session.method().MemoryBytes(),
+            6 * 2 * (64 * 128 * 4 * 8 + 64 * 128 / 2) + 6 * 2 * 31 * 128 * 2);
 }
 
 TEST_F(SessionTest, ContextIsALimitWithARemedy) {

@@ -99,7 +99,7 @@ ErrorRun Evaluate(const CaptureFile& capture, const ErrorOptions& options,
   const auto start = std::chrono::steady_clock::now();
   ErrorRun run;
   {
-    Progress progress(label, "layer runs");
+    Progress progress(label, "steps");
     run.report = EvaluateError(capture, options, [&](std::int64_t done, std::int64_t total) {
       progress.Update(done, total);
       return !Interrupted();
@@ -288,7 +288,7 @@ void AddEvalErrorCommand(CLI::App& eval, int* exit_code) {
   CLI::App* error = eval.add_subcommand(
       "error", "Error of the attention output against dense attention, by method, on captures");
   error->add_option("captures", options->captures, "captures (see fathom capture)")
-      ->type_name("CAPTURE...");
+      ->type_name("CAPTURE");
   CLI::Option* preset = error
                             ->add_option("--preset", options->preset,
                                          "a named list of methods; --preset list shows the names")

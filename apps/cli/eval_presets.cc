@@ -112,6 +112,10 @@ std::vector<EvalPreset> OwnAblations() {
                      Join({Scan(bits, ",plan=measured"), Scan(bits, ",plan=published"),
                            Scan(bits, ",plan=common")}),
                      {}});
+  presets.push_back({"own-range",
+                     "planes that reach as far as measured against twice the rms",
+                     Join({Scan(bits, ",range=measured"), Scan(bits, ",range=rms")}),
+                     {}});
   presets.push_back(
       {"own-basis",
        "raw, rotated (klt) and balanced planes of our read",
@@ -145,13 +149,12 @@ std::vector<EvalPreset> MakePresets() {
 std::vector<std::string> DefaultK() { return {"0.4%", "1.6%", "6%"}; }
 
 std::vector<std::string> DefaultMethods() {
-  const Specs bits = {"19", "28", "37"};
-  return Join({{"exact", "double-sparsity", "sparq:r=16", "sparq", "loki", "loki:r=64", "thumbnail",
-                "landmark", "quest", "full4", "streaming"},
-               Paper({"48", "64"}),
-               At("fathom:bits=", bits),
-               Scan(bits),
-               {"fathom:bits=28,residual=block"}});
+  return Join({{"exact", "exact:residual=block", "double-sparsity", "sparq:r=16", "sparq", "loki",
+                "loki:r=64", "thumbnail", "landmark", "quest", "full4", "h2o", "streaming"},
+               Paper({"48", "64", "80"}),
+               Scan({"13", "19", "27", "37", "56", "70"}),
+               At("fathom:bits=", {"13", "19", "28", "37"}),
+               {"fathom:bits=28,residual=mean", "fathom:bits=28,basis=balanced"}});
 }
 
 const std::vector<EvalPreset>& EvalPresets() {

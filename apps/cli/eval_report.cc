@@ -48,6 +48,7 @@ std::string AlignedTable(std::vector<std::string> header,
   for (std::size_t c = 1; c < aligned.size(); ++c) AlignPoints(&aligned[c]);
   for (std::size_t r = 0; r < columns.front().size(); ++r) {
     std::vector<std::string> row;
+    row.reserve(aligned.size());
     for (const auto& column : aligned) row.push_back(column[r]);
     table.Add(row);
   }

@@ -94,7 +94,8 @@ PlacedLabel LabelPlacer::BesidePoint(double x, double y, double width, double he
   double best_cost = std::numeric_limits<double>::infinity();
   for (int shift = 0; shift <= 2 * kShifts; ++shift) {
     // 0, up, down, further up, further down, ...
-    const double steps = (shift + 1) / 2 * (shift % 2 == 1 ? -1 : 1);
+    const int n_steps = (shift + 1) / 2;
+    const double steps = shift % 2 == 1 ? -n_steps : n_steps;
     for (const double side : {1., -1., 0.}) {
       if (side == 0 && shift == 0) continue;  // on the point itself
       const double dy = side == 0 ? steps * (height + 1) : steps * height * 0.75;

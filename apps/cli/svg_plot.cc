@@ -183,7 +183,14 @@ Range YRange(const PlotPanel& panel) {
   for (const PlotSeries& series : panel.series) {
     for (const PlotPoint& point : series.points) {
       if (!Drawable(series, point)) continue;
-      (series.kind == PlotKind::kLevel ? levels : range).Add(point.y);
+      if (series.kind == PlotKind::kLevel) {
+        levels.Add(point.y);
+        continue;
+      }
+      range.Add(point.y);
+      if (!Drawable(point.y_error)) continue;
+      range.Add(point.y + point.y_error);
+      range.Add(std::max(point.y - point.y_error, point.y / 2));  // a longer bar is cut
     }
   }
   if (range.low > range.high) return levels;
@@ -459,7 +466,7 @@ std::string RenderSvg(const PlotFigure& figure) {
       Attr("font-family", "Helvetica, Arial, 'DejaVu Sans', sans-serif") + ">\n";
   svg += "<title>" + XmlEscape(figure.title) + "</title>\n";
   svg += "<rect" + Attr("width", width) + Attr("height", height) + Attr("fill", "#ffffff") + "/>\n";
-  svg += Text(kMargin, kMargin + 12, figure.title, "start", 18, kInk, Attr("font-weight", "700"));
+  svg += Text(kMargin, kMargin + 12, figure.title, "start", 17, kInk, Attr("font-weight", "700"));
   const Range x_range = XRange(figure);
   for (std::size_t r = 0; r < figure.rows.size(); ++r) {
     const double top = kMargin + kTitleHeight + static_cast<double>(r) * panel_height + kPanelTop;

@@ -90,7 +90,8 @@ class Method {
   virtual void Attend(std::int32_t layer, std::int64_t n_tokens, const float* q, float* out) = 0;
 
   // Makes the index of the first n_tokens tokens now, at the end of a prefill, rather than at the
-  // first Attend. Does nothing for a session too short to index or an index already made.
+  // first Attend. Does nothing for a session too short to index, or when the index there is was made
+  // of at least 4/5 of the tokens: else it is made again, for keys drift with their positions.
   virtual void BuildIndex(std::int64_t n_tokens) = 0;
 
   // The session forgot tokens from n_tokens on. What remains is as if they had never been seen.

@@ -80,7 +80,7 @@ struct IndexShape {
 struct MeanCodec {
   std::vector<float>
       mean_step;  // [D] step of the quantized block means: 4 sigma of the block means / lim
-  std::vector<float> range;  // [D] a_j = 2 rms(residual); a cell is a_j / 8
+  std::vector<float> range;  // [D] a_j, see Ranges; a cell is a_j / 8
   std::vector<float>
       weight;  // [D][4][4]: weight[t-1][p] of bipolar bit p when t planes are read, least squares
 };
@@ -91,8 +91,18 @@ enum class Decoders : std::uint8_t {
   kCentre,        // centres of the quantizer's cells: weight a_j 2^-(p+1)
 };
 
+// How wide the planes of the mean codec reach, per channel.
+enum class Ranges : std::uint8_t {
+  // The multiple of the residual's rms, of 2, 3, 4, 6, 8 and 11, whose decoders leave the least
+  // distortion (sum of logarithms over 2, 3 and 4 planes). Channels with rare large values, which
+  // some models use to mark the tokens that all others look at, need far more than 2.
+  kMeasured,
+  kRms,  // twice the residual's rms (design 3.1 point 1)
+};
+
 // Choices of an index that do not change its shape.
 struct IndexRules {
+  Ranges ranges = Ranges::kMeasured;            // mean codec
   Decoders decoders = Decoders::kLeastSquares;  // mean codec
   bool distortions = false;  // keep what Distortions() needs; the mean codec always does
 };

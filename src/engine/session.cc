@@ -62,7 +62,6 @@ struct Session::Impl {
     const QuerySamples none(model->info().heads.n_heads, model->info().heads.head_dim);
     queries.assign(static_cast<std::size_t>(model->info().n_layers), {none, none});
     query_strides.assign(queries.size(), kFirstStride);
-    queries_frozen = false;
   }
 
   std::unique_ptr<Method> NewMethod(const std::string& spec) const {
@@ -82,11 +81,9 @@ struct Session::Impl {
   std::unique_ptr<Backend> backend;
   Runner runner;
   RowStore rows;
-  // Sampled from prefills until an index has been made of them: what comes after must not move
-  // statistics that are in use.
+  // Sampled from all prefills. An index keeps the statistics it was made with.
   std::vector<LayerQueries> queries;
   std::vector<std::int64_t> query_strides;  // of LayerQueries::samples
-  bool queries_frozen = false;
   std::unique_ptr<Method> method;
   std::vector<Token> tokens;
   std::span<const float> logits;
@@ -132,7 +129,7 @@ void Session::Impl::PrefillAttention(std::int32_t layer, std::int64_t n, bool wa
   const auto first = static_cast<std::int64_t>(tokens.size());
   if (options.prefill_observer) options.prefill_observer(layer, first, n, q, k, v);
   rows.Write(layer, first, n, k, v);
-  if (!queries_frozen) SampleQueries(layer, first, n, q);
+  SampleQueries(layer, first, n, q);
   // The last layer's output matters for the last token alone, and for that only when its logits are
   // wanted.
   std::int64_t skip = 0;
@@ -212,7 +209,6 @@ void Session::Prefill(std::span<const Token> tokens, const ProgressFn& progress)
 void Session::BuildIndex() {
   const double start = NowSeconds();
   impl_->method->BuildIndex(n_tokens());
-  impl_->queries_frozen = true;
   impl_->times.index_s += NowSeconds() - start;
 }
 
@@ -254,7 +250,6 @@ void Session::Truncate(std::int64_t n_tokens) {
   impl_->tokens.resize(static_cast<std::size_t>(n_tokens));
   impl_->logits = {};
   if (n_tokens == 0) return impl_->ClearQueries();
-  if (impl_->queries_frozen) return;
   for (LayerQueries& layer : impl_->queries) {
     layer.samples.DropFrom(n_tokens);
     layer.recent.DropFrom(n_tokens);

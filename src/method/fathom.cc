@@ -55,10 +55,13 @@ void ReadOwn(OptionReader& options, Config* config) {
     config->rules.decoders = options.Choice("weights", "lsq", {"lsq", "center"}) == "lsq"
                                  ? Decoders::kLeastSquares
                                  : Decoders::kCentre;
-  } else if (options.Has("meanbits") || options.Has("weights")) {
+    config->rules.ranges = options.Choice("range", "measured", {"measured", "rms"}) == "measured"
+                               ? Ranges::kMeasured
+                               : Ranges::kRms;
+  } else if (options.Has("meanbits") || options.Has("weights") || options.Has("range")) {
     throw Error(ErrorCode::kUsage,
-                "fathom: meanbits and weights belong to store=mean; store=paper has neither block "
-                "means nor fitted decoders");
+                "fathom: meanbits, weights and range belong to store=mean; store=paper has neither "
+                "block means nor fitted decoders and ranges");
   }
   config->rules.distortions = true;
   const std::string plan = options.Choice("plan", "measured", {"measured", "published", "common"});
@@ -85,7 +88,7 @@ Config ReadConfig(OptionReader& options) {
     throw Error(ErrorCode::kUsage,
                 "fathom: budgets=file and plan=common both share bits among layers; give one");
   }
-  config.sparse = ReadSparseConfig(options, config.paper ? "off" : "mean");
+  config.sparse = ReadSparseConfig(options, config.paper ? "off" : "block");
   options.Finish();
   return config;
 }
@@ -153,19 +156,27 @@ class FathomMethod final : public PlaneMethod {
 
   void BuildAll(std::int64_t n_tokens) override {
     PlaneMethod::BuildAll(n_tokens);
-    if (config_own_.plan == PlanRule::kCommon && !common()) FitCommon();
+    if (config_own_.plan == PlanRule::kCommon && (!fit_done_ || Outgrown(fit_tokens_, n_tokens))) {
+      FitCommon();
+      fit_tokens_ = n_tokens;
+    }
   }
 
   void ExtendIndex(std::int32_t layer, std::int64_t n_tokens) override {
     // One multiplier for all layers needs all their indexes; the current token may not be written
     // in layers that come later.
-    if (config_own_.plan == PlanRule::kCommon && !index().built(layer)) BuildAll(n_tokens - 1);
+    if (config_own_.plan == PlanRule::kCommon && !fit_done_ && n_tokens > kBlockTokens) {
+      BuildAll(n_tokens - 1);
+    }
     PlaneMethod::ExtendIndex(layer, n_tokens);
   }
 
   void TruncateIndex(std::int64_t n_tokens) override {
     PlaneMethod::TruncateIndex(n_tokens);
-    if (!index().built(0)) multiplier_ = kNotFitted;
+    if (!index().built(0)) {
+      multiplier_ = kNotFitted;
+      fit_done_ = false;
+    }
   }
 
  private:
@@ -233,6 +244,7 @@ class FathomMethod final : public PlaneMethod {
   // The multiplier at which the last queries of the prefill read `bits` on average over all layers
   // and KV heads.
   void FitCommon() {
+    fit_done_ = true;
     if (context_.queries == nullptr) return;
     const std::int32_t group = geometry().group();
     const std::int32_t dim = geometry().head_dim;
@@ -256,6 +268,8 @@ class FathomMethod final : public PlaneMethod {
   const std::vector<double> bits_;  // [n_layers] read bits, or code bits of the published read
   std::vector<HeadPlan> plans_;     // [n_layers][n_kv_heads], our read
   double multiplier_ = kNotFitted;  // plan=common
+  bool fit_done_ = false;           // or there were no queries to fit it on
+  std::int64_t fit_tokens_ = 0;     // tokens of the session then
 };
 
 void Check(OptionReader& options) { ReadConfig(options); }

@@ -16,6 +16,12 @@ namespace fathom {
 HeadStats MeasureHead(const MethodContext& context, std::int32_t layer, std::int32_t kv_head,
                       std::int64_t n_tokens, BasisRule rule, bool abs);
 
+// True when statistics of `seen` tokens are too old for a session of n_tokens that stands at the end
+// of a prefill: a quarter longer.
+inline bool Outgrown(std::int64_t seen, std::int64_t n_tokens) {
+  return seen > 0 && n_tokens > seen + seen / 4;
+}
+
 // Moments of one KV head over the first n_tokens tokens, for a calibration.
 HeadMoments MeasureMoments(const MethodContext& context, std::int32_t layer, std::int32_t kv_head,
                            std::int64_t n_tokens);

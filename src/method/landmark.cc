@@ -172,10 +172,14 @@ class LandmarkMethod final : public SparseMethod {
 
   void KeepOutliers(std::int32_t layer, std::int64_t n_index, const LayerScores& out) {
     const std::int32_t chunk = table_.shape().chunk;
-    for (std::int32_t h = 0; h < geometry().n_heads; ++h) {
-      for (const std::int32_t c : Outliers(layer, h / geometry().group())) {
+    const std::int32_t group = geometry().group();
+    for (std::int32_t kv = 0; kv < geometry().n_kv_heads; ++kv) {
+      for (const std::int32_t c : Outliers(layer, kv)) {
         const std::int64_t token = std::int64_t{c} * chunk;
-        if (token < n_index) std::fill_n(out.scores + h * out.stride + token, chunk, kInfinity);
+        if (token >= n_index) continue;
+        for (std::int32_t h = kv * group; h < (kv + 1) * group; ++h) {
+          std::fill_n(out.scores + h * out.stride + token, chunk, kInfinity);
+        }
       }
     }
   }

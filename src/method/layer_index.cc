@@ -33,6 +33,9 @@ void LayerIndex::BuildHead(std::int32_t layer, std::int32_t kv_head, std::int64_
 }
 
 void LayerIndex::BuildAll(std::int64_t n_tokens) {
+  for (auto& tokens : built_tokens_) {
+    if (Outgrown(tokens, n_tokens)) tokens = 0;
+  }
   const std::int32_t n_kv = context_.rows->geometry().n_kv_heads;
   ParallelFor(static_cast<std::int64_t>(heads_.size()), context_.backend->n_threads(),
               [&](std::int64_t slot) {

@@ -40,7 +40,8 @@ class LayerIndex {
     return built_tokens_[static_cast<std::size_t>(layer)] > 0;
   }
   // Makes the index of the finished blocks of n_tokens tokens, in all layers that have none.
-  // Requires a finished block.
+  // Requires a finished block. An index made when the session was less than 4/5 as long is made
+  // again: keys drift with their positions, and its steps, basis and statistics with them.
   void BuildAll(std::int64_t n_tokens);
   // Brings one layer up to the finished blocks of n_tokens tokens, building it first where there is
   // none.

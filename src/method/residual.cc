@@ -66,6 +66,10 @@ void ValueMeans::Weigh(std::span<const float> mass, float* out) const {
   for (std::size_t d = 0; d < dim; ++d) out[d] = static_cast<float>(scale * total_[d]);
 }
 
+bool IsUsableRest(double mass, std::span<const float> rest) {
+  return std::isfinite(mass) && std::ranges::all_of(rest, [](float x) { return std::isfinite(x); });
+}
+
 float FitResidualFactor(std::span<const ResidualSample> samples) {
   constexpr int kSteps = 24;
   constexpr double kLargest = 1.2;
@@ -75,6 +79,7 @@ float FitResidualFactor(std::span<const ResidualSample> samples) {
     const double factor = kLargest * step / kSteps;
     double total = 0;
     for (const ResidualSample& s : samples) {
+      if (!IsUsableRest(s.mass, s.rest)) continue;  // decode leaves it out whatever the factor
       const double weight = 1.0 / (1.0 + factor * s.mass);
       double error = 0, norm = 0;
       for (std::size_t d = 0; d < s.out.size(); ++d) {

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "fathom/calibration.h"
+#include "method/head_stats.h"
 
 namespace fathom {
 namespace {
@@ -278,11 +279,12 @@ void SparseMethod::AddRest(std::int32_t layer, float* out) {
   for (std::size_t h = 0; h < n_heads; ++h, out += dim) {
     const float factor = factor_[Size(layer) * n_heads + h];
     const float weight = 1.0F / (1.0F + factor * rest_mass_[h]);
-    // An estimate that is no number must not spoil what was attended exactly.
-    if (factor == 0.0F || !(weight > 0.0F)) continue;
-    for (std::size_t d = 0; d < dim; ++d) {
-      out[d] = (out[d] + factor * rest_[h * dim + d]) * weight;
-    }
+    const std::span<const float> rest(rest_.data() + h * dim, dim);
+    // Masses near the largest float go beyond it when they are multiplied: by the factor, which
+    // leaves no weight, or by the values.
+    if (factor == 0.0F || !(weight > 0.0F) || !IsUsableRest(rest_mass_[h], rest)) continue;
+    const float share = factor * weight;
+    for (std::size_t d = 0; d < dim; ++d) out[d] = out[d] * weight + share * rest[d];
   }
 }
 
@@ -305,34 +307,42 @@ void SparseMethod::SampleResidual(const Step& step, const float* q,
   }
 }
 
-// Fits the factors of a layer on the last queries of the prefill. Without queries they stay 0.
+// Sets the factors of a layer: fixed, from the calibration, or fitted on the last queries of the
+// prefill. While none of those was sparse, factors are 0 and the layer counts as not fitted: a
+// session that starts shorter than k may get longer prefills.
 void SparseMethod::FitResidual(std::int32_t layer, std::int64_t n_tokens) {
   const std::size_t n_heads = Size(geometry().n_heads);
-  const auto factor = factor_.begin() + static_cast<std::ptrdiff_t>(Size(layer) * n_heads);
-  fitted_[Size(layer)] = 1;
-  fitted_tokens_ = std::max(fitted_tokens_, n_tokens);
+  const std::size_t first = Size(layer) * n_heads;
+  const std::span<float> factor(factor_.data() + first, n_heads);
+  const std::vector<float>* known = nullptr;
+  if (context_.calibration != nullptr) known = context_.calibration->FindResidual(spec_);
   if (fixed_residual()) {
-    std::fill_n(factor, n_heads, 1.0F);
+    std::ranges::fill(factor, 1.0F);
+  } else if (known != nullptr) {
+    std::copy_n(known->data() + first, n_heads, factor.data());
+  } else if (!FitFactors(layer, n_tokens, factor)) {
     return;
   }
-  if (context_.calibration != nullptr) {
-    if (const auto* found = context_.calibration->FindResidual(spec_)) {
-      std::copy_n(found->begin() + static_cast<std::ptrdiff_t>(Size(layer) * n_heads), n_heads,
-                  factor);
-      return;
-    }
-  }
-  std::fill_n(factor, n_heads, 0.0F);
-  if (context_.queries == nullptr) return;
+  fitted_[Size(layer)] = 1;
+  fitted_tokens_ = std::max(fitted_tokens_, n_tokens);
+}
+
+// False, and nothing changed, when there is no query to fit on.
+bool SparseMethod::FitFactors(std::int32_t layer, std::int64_t n_tokens, std::span<float> factor) {
+  if (context_.queries == nullptr) return false;
   const QuerySamples& recent = (*context_.queries)[Size(layer)].recent;
-  std::vector<std::vector<ResidualSample>> samples(n_heads);
+  const auto fits = [&](std::int64_t position) {
+    return position < n_tokens && IsSparse(StepAt(layer, position + 1));
+  };
+  if (std::ranges::none_of(recent.positions(), fits)) return false;
+  std::vector<std::vector<ResidualSample>> samples(factor.size());
   for (std::int64_t i = 0; i < recent.size(); ++i) {
-    const Step step = StepAt(layer, recent.positions()[Size(i)] + 1);
-    if (step.n_tokens > n_tokens || !IsSparse(step)) continue;
-    SampleResidual(step, recent.query(i), &samples);
+    const std::int64_t position = recent.positions()[Size(i)];
+    if (fits(position)) SampleResidual(StepAt(layer, position + 1), recent.query(i), &samples);
   }
-  std::transform(samples.begin(), samples.end(), factor,
-                 [](const auto& of_head) { return FitResidualFactor(of_head); });
+  std::ranges::transform(samples, factor.begin(),
+                         [](const auto& of_head) { return FitResidualFactor(of_head); });
+  return true;
 }
 
 void SparseMethod::BuildIndex(std::int64_t n_tokens) {
@@ -340,6 +350,7 @@ void SparseMethod::BuildIndex(std::int64_t n_tokens) {
   max_tokens_ = std::max(max_tokens_, n_tokens);
   BuildAll(n_tokens);
   if (config_.residual == ResidualRule::kOff) return;
+  if (Outgrown(fitted_tokens_, n_tokens)) std::ranges::fill(fitted_, 0);
   for (std::int32_t layer = config_.dense_layers; layer < n_layers(); ++layer) {
     if (fitted_[Size(layer)] != 0) continue;
     ExtendIndex(layer, n_tokens);
@@ -361,6 +372,7 @@ void SparseMethod::Truncate(std::int64_t n_tokens) {
   }
   if (refit) {
     std::ranges::fill(fitted_, 0);
+    std::ranges::fill(factor_, 0.0F);
     fitted_tokens_ = 0;
   }
 }

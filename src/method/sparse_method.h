@@ -113,6 +113,7 @@ class SparseMethod : public Method {
   void MeasureRest(const Step& step, const float* q);
   void AddRest(std::int32_t layer, float* out);
   void FitResidual(std::int32_t layer, std::int64_t n_tokens);
+  bool FitFactors(std::int32_t layer, std::int64_t n_tokens, std::span<float> factor);
   void SampleResidual(const Step& step, const float* q,
                       std::vector<std::vector<ResidualSample>>* samples);
 

@@ -27,9 +27,11 @@ class StreamingMethod final : public SparseMethod {
     const std::int64_t last = std::min(n_index, n_tokens - kWindow);
     const std::int64_t keep = config_.k - kAlwaysKept;
     for (std::int32_t h = 0; h < geometry().n_heads; ++h) {
-      float* scores = out.scores + h * out.stride;
-      std::fill_n(scores, n_index, 0.0F);
-      if (h % geometry().group() == 0) std::fill_n(scores + last - keep, keep, 1.0F);
+      std::fill_n(out.scores + h * out.stride, n_index, 0.0F);
+    }
+    for (std::int32_t kv = 0; kv < geometry().n_kv_heads; ++kv) {
+      float* scores = out.scores + kv * geometry().group() * out.stride;
+      std::fill_n(scores + last - keep, keep, 1.0F);
     }
     return 0;
   }

@@ -43,28 +43,27 @@ float ToStep(double step) {
   return std::isfinite(step) ? static_cast<float>(step + kSmallestStep) : 1.0f;
 }
 
-// 4 sigma of the block means is the largest code.
+// The largest code is `reach` root mean squares of the block means about 0, the mean of all keys.
 std::vector<float> FitMeanSteps(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                                std::int32_t dim, int limit) {
-  Moments moments(dim);
+                                std::int32_t dim, int limit, double reach) {
+  std::vector<double> square(Size(dim));
   std::vector<float> mean(Size(dim));
   for (std::int64_t b = first; b < first + n_blocks; ++b) {
     BlockMeans(reader.Load(b), dim, mean.data());
-    moments.Add(mean.data(), 1);
+    for (std::size_t j = 0; j < mean.size(); ++j) {
+      square[j] += static_cast<double>(mean[j]) * mean[j];
+    }
   }
-  const double n = static_cast<double>(n_blocks);
   std::vector<float> step(Size(dim));
-  const std::vector<double> variance = moments.Variance();
   for (std::size_t j = 0; j < step.size(); ++j) {
-    const double population = variance[j] * (n - 1) / n;
-    step[j] = ToStep(4.0 * std::sqrt(population) / limit);
+    step[j] = ToStep(reach * std::sqrt(square[j] / static_cast<double>(n_blocks)) / limit);
   }
   return step;
 }
 
-// Twice the root mean square of what the quantized means leave.
-std::vector<float> FitRanges(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                             int limit, const std::vector<float>& step) {
+// Root mean square of what the quantized means leave.
+std::vector<double> ResidualRms(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
+                                int limit, const std::vector<float>& step) {
   const auto dim = static_cast<std::int32_t>(step.size());
   std::vector<double> sum(step.size());
   std::vector<float> mean(step.size());
@@ -82,10 +81,9 @@ std::vector<float> FitRanges(BlockReader& reader, std::int64_t first, std::int64
       }
     }
   }
-  std::vector<float> range(step.size());
   const double n = static_cast<double>(n_blocks * kBlockTokens);
-  for (std::size_t j = 0; j < range.size(); ++j) range[j] = ToStep(2.0 * std::sqrt(sum[j] / n));
-  return range;
+  for (double& x : sum) x = std::sqrt(x / n);
+  return sum;
 }
 
 // What the block's bits are worth: the scale that Pack stored in the paper codec, else 1, since the
@@ -239,19 +237,27 @@ std::vector<float> CentreWeights(const std::vector<float>& ranges) {
 }
 
 MeanCodec FitSteps(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape) {
+                   const IndexShape& shape, Ranges ranges, double mean_reach) {
   assert(n_blocks > 0);
   const int limit = layout::MeanLimit(shape.mean_bits);
   MeanCodec codec;
-  codec.mean_step = FitMeanSteps(reader, first, n_blocks, shape.head_dim, limit);
-  codec.range = FitRanges(reader, first, n_blocks, limit, codec.mean_step);
+  codec.mean_step = FitMeanSteps(reader, first, n_blocks, shape.head_dim, limit, mean_reach);
+  const std::vector<double> rms = ResidualRms(reader, first, n_blocks, limit, codec.mean_step);
+  std::vector<float> multiple(rms.size(), 2.0F);
+  if (ranges == Ranges::kMeasured) {
+    multiple = FitRangeMultiples(reader, first, n_blocks, limit, codec.mean_step,
+                                 std::vector<float>(rms.begin(), rms.end()));
+  }
+  for (std::size_t j = 0; j < rms.size(); ++j) {
+    codec.range.push_back(ToStep(static_cast<double>(multiple[j]) * rms[j]));
+  }
   return codec;
 }
 
 MeanCodec FitCodec(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
-                   const IndexShape& shape, Decoders decoders, const Backend& backend) {
-  MeanCodec codec = FitSteps(reader, first, n_blocks, shape);
-  if (decoders == Decoders::kCentre) {
+                   const IndexShape& shape, const IndexRules& rules, const Backend& backend) {
+  MeanCodec codec = FitSteps(reader, first, n_blocks, shape, rules.ranges, kMeanReachAhead);
+  if (rules.decoders == Decoders::kCentre) {
     codec.weight = CentreWeights(codec.range);
     return codec;
   }

@@ -56,7 +56,7 @@ void HeadIndex::Build(const Half* rows, std::int64_t n_blocks, const Backend& ba
   try {
     if (fit) {
       BlockReader reader(rows, basis_);
-      codecs_.push_back(FitSteps(reader, 0, n_blocks, shape_));
+      codecs_.push_back(FitSteps(reader, 0, n_blocks, shape_, rules_.ranges, kMeanReach));
     } else if (shape_.codec == Codec::kMean) {
       codecs_.push_back(*codec);
       if (rules_.decoders == Decoders::kCentre) codecs_[0].weight = CentreWeights(codec->range);
@@ -129,7 +129,7 @@ void HeadIndex::AddNextSegment(BlockReader& reader, const Backend& backend) {
   }
   if (shape_.codec == Codec::kMean) {
     MeanCodec codec = FitCodec(reader, n_blocks_ - shape_.segment_blocks, shape_.segment_blocks,
-                               shape_, rules_.decoders, backend);
+                               shape_, rules_, backend);
     codecs_.reserve(codecs_.size() + 1);
     AddSegment(static_cast<std::int32_t>(codecs_.size()));
     codecs_.push_back(std::move(codec));

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: MIT
-// A backend that passes every call on and remembers what was scanned and attended; and dense
-// attention, written out.
+// A backend that passes every call on, remembers what was scanned and attended, and shows what was
+// selected and weighed to whoever wants to see it; and dense attention, written out.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -42,8 +43,14 @@ class SpyBackend final : public Backend {
     inner_->Scan(args);
   }
   void Score(const ScoreArgs& args) const override { inner_->Score(args); }
-  void Mass(const MassArgs& args) const override { inner_->Mass(args); }
-  void Select(const SelectArgs& args) const override { inner_->Select(args); }
+  void Mass(const MassArgs& args) const override {
+    inner_->Mass(args);
+    if (on_mass) on_mass(args);
+  }
+  void Select(const SelectArgs& args) const override {
+    if (on_select) on_select(args);
+    inner_->Select(args);
+  }
   void Attend(const AttendArgs& args) const override {
     attended.clear();
     for (const AttendHead& head : args.heads) {
@@ -58,8 +65,10 @@ class SpyBackend final : public Backend {
   }
   void Prefill(const PrefillArgs& args) const override { inner_->Prefill(args); }
 
-  mutable std::vector<Attended> attended;  // of the last Attend, per KV head
-  mutable double scanned_bits = 0;         // of the last Scan, summed over KV heads
+  mutable std::vector<Attended> attended;            // of the last Attend, per KV head
+  mutable double scanned_bits = 0;                   // of the last Scan, summed over KV heads
+  std::function<void(const SelectArgs&)> on_select;  // before
+  std::function<void(const MassArgs&)> on_mass;      // after
 
  private:
   std::unique_ptr<Backend> inner_;
