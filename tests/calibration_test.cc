@@ -44,7 +44,7 @@ class CalibrationTest : public testing::Test {
     CalibrateOptions options;
     options.methods = std::move(methods);
     options.budgets = std::move(budgets);
-    options.n_threads = 2;
+    options.n_threads = 1;
     return options;
   }
 
@@ -56,7 +56,7 @@ class CalibrationTest : public testing::Test {
     options.k = {64};
     options.layers = std::move(layers);
     options.calibration = std::move(calibration);
-    options.n_threads = 2;
+    options.n_threads = 1;
     return EvaluateError(capture, options).rows;
   }
 

@@ -243,7 +243,7 @@ class Reader {
 
   // The method spec that a tensor is named after.
   std::string KeyOf(const SafetensorsTensor& tensor, std::string_view prefix) const {
-    const std::string key = tensor.name.substr(prefix.size());
+    std::string key = tensor.name.substr(prefix.size());
     try {
       MethodSpec::Parse(key);
     } catch (const Error& error) {
