@@ -42,7 +42,7 @@ struct SessionOptions {
 struct SessionMemory {
   std::int64_t rows_bytes = 0;
   std::int64_t index_bytes = 0;
-  std::int64_t workspace_bytes = 0;  // activations of a prefill chunk and scores; an estimate
+  std::int64_t workspace_bytes = 0;  // activations, scores, sampled queries; an estimate
   std::int64_t weights_bytes = 0;    // the file, and what is repacked of it
   std::int64_t available_bytes =
       0;  // MemAvailable of the system, or the control group's limit where smaller

@@ -7,18 +7,12 @@
 #include <utility>
 
 #include "base/timer.h"
+#include "engine/query_sampling.h"
 #include "fathom/error.h"
 
 namespace fathom {
 namespace {
 
-// Positions of a prefill whose queries are kept for statistics: evenly spread, 256 to 512 of them
-// once the prefill is long enough.
-constexpr std::int64_t kFirstStride = 4;
-constexpr std::int64_t kMaxSamples = 512;
-// And for fitting the residual: 16 or more, 8 positions apart, at the end.
-constexpr std::int64_t kRecentStride = 8;
-constexpr std::int64_t kRecentSamples = 16;
 constexpr std::int32_t kMaxChunk = 1 << 16;
 
 // "5.9 GiB", rounded up.
