@@ -97,7 +97,9 @@ class Method {
   // The session forgot tokens from n_tokens on. What remains is as if they had never been seen.
   virtual void Truncate(std::int64_t n_tokens) = 0;
 
-  // Index bytes held now, equal to the closed form of its shape.
+  // Index bytes that the method needs now, equal to the closed form of its shape. Rivals count what
+  // their own system stores; those that run on the common 4-bit store hold all its planes (68 bytes
+  // per token and KV head at D = 128) and count the part that they can read.
   virtual std::int64_t MemoryBytes() const = 0;
 
   // What the last Attend attended; valid until the next call.
@@ -130,8 +132,8 @@ std::unique_ptr<Method> MakeMethod(const MethodSpec& spec, const MethodContext& 
 // Checks a spec without a session: the same errors as MakeMethod.
 void ValidateMethodSpec(const MethodSpec& spec);
 
-// Index bytes that the method of `spec` will hold for a session of n_tokens, all layers: the closed
-// form.
+// Index bytes that the method of `spec` will need for a session of n_tokens, all layers: the closed
+// form, as Method::MemoryBytes counts.
 std::int64_t IndexBytes(const MethodSpec& spec, std::int32_t n_layers, HeadGeometry geometry,
                         std::int64_t n_tokens);
 
