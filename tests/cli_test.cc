@@ -139,8 +139,8 @@ TEST_F(Cli, InfoDescribesMachineModelAndMemory) {
   EXPECT_EQ(parsed["model"]["head_dim"], 128);
   EXPECT_EQ(parsed["model"]["qk_norm"], true);
   EXPECT_EQ(parsed["memory"][0]["rows_bytes"], 6 * 2 * 32768 * 2 * 128 * 2);
-  // 64 bytes of planes and 1 of 4-bit means per token and KV head.
-  EXPECT_EQ(parsed["memory"][0]["index_bytes"], 6 * 2 * 32768 * 65);
+  // 64 bytes of planes, 1 of 4-bit means and 4 of the values' block means per token and KV head.
+  EXPECT_EQ(parsed["memory"][0]["index_bytes"], 6 * 2 * 32768 * (64 + 1 + 4));
 }
 
 TEST_F(Cli, ForcedBackendsAnswerAlike) {
