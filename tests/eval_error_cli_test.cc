@@ -324,6 +324,7 @@ TEST(EvalErrorPlot, OddNumbersAndTextsStayWellFormed) {
 TEST(EvalErrorPlot, LabelsAvoidEachOther) {
   LabelPlacer placer({0, 0, 500, 300});
   std::vector<PixelBox> boxes;
+  boxes.reserve(13);
   for (int i = 0; i < 12; ++i) {
     const double x = 240 + 3 * i;
     placer.AddBox({x - 4, 146, x + 4, 154});

@@ -126,8 +126,8 @@ std::vector<double> Ticks(const LogAxis& axis, bool powers_of_two) {
   const auto fill = [&](double base, const Steps& steps) {
     ticks.clear();
     const double log_base = std::log10(base);
-    const double end = std::ceil(axis.high / log_base);
-    for (double power = std::floor(axis.low / log_base); power <= end; ++power) {
+    const int end = static_cast<int>(std::ceil(axis.high / log_base));
+    for (int power = static_cast<int>(std::floor(axis.low / log_base)); power <= end; ++power) {
       for (const double step : steps) {
         const double tick = step * std::pow(base, power);
         const double at = std::log10(tick);

@@ -239,6 +239,7 @@ ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& option
   std::vector<std::int64_t> ks;
   const std::vector<Task> tasks = ListTasks(capture, options, &ks);
   std::vector<char> qk_norm;
+  qk_norm.reserve(tasks.size());
   for (const Task& task : tasks) {
     qk_norm.push_back(HasQkNorm(capture, options.has_qk_norm, task.spec) ? 1 : 0);
   }

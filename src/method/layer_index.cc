@@ -9,7 +9,7 @@ namespace fathom {
 
 LayerIndex::LayerIndex(const MethodContext& context, LayerIndexOptions options)
     : context_(context),
-      options_(std::move(options)),
+      options_(options),
       heads_(static_cast<std::size_t>(context.rows->n_layers()) *
              static_cast<std::size_t>(context.rows->geometry().n_kv_heads)),
       built_tokens_(static_cast<std::size_t>(context.rows->n_layers()), 0) {}

@@ -17,7 +17,7 @@ BasisRule ReadBasis(OptionReader& options, std::string_view fallback, bool centr
 PlaneMethod::PlaneMethod(const MethodContext& context, SparseConfig config, LayerIndexOptions index,
                          std::string spec)
     : SparseMethod(context, config, std::move(spec)),
-      index_(context, std::move(index)),
+      index_(context, index),
       reads_(static_cast<std::size_t>(geometry().n_kv_heads)),
       scan_(reads_.size()) {}
 
