@@ -13,40 +13,27 @@
 #include <string>
 #include <vector>
 
-#include "support/temp_dir.h"
+#include "support/program.h"
 
+namespace fathom {
 namespace {
 
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
+using test::ProgramResult;
+using test::ReadAll;
 
 const std::string kSource = FATHOM_SOURCE_DIR;
 const std::string kModel = " -m '" + kSource + "/models/fathom-recall-15m-q8_0.gguf' ";
 const std::string kText = " -f '" + kSource + "/models/questions/single-needle-4k.txt' ";
 
-struct Result {
-  int code = -1;
-  std::string out;
-  std::string err;
-};
-
-class CalibrateProgram : public testing::Test {
+class CalibrateProgram : public test::ProgramTest {
  protected:
-  std::string Path(const std::string& name) const { return (dir_.path() / name).string(); }
-  std::string Read(const std::string& name) const {
-    std::ifstream file(Path(name), std::ios::binary);
-    return {std::istreambuf_iterator<char>(file), {}};
-  }
-  Result Run(const std::string& arguments) const {
-    const std::string command = "'" FATHOM_PROGRAM "' " + arguments + " >" + Path("out") + " 2>" +
-                                Path("err") + " </dev/null";
-    const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, Read("out"), Read("err")};
-  }
+  std::string Path(const std::string& name) const { return (folder_ / name).string(); }
   // The last line of standard error holds all parts; progress may come before.
   void ExpectError(const std::string& arguments, int code,
                    const std::vector<std::string>& parts) const {
-    const Result result = Run(arguments);
+    const ProgramResult result = Run(arguments);
     EXPECT_EQ(result.code, code) << arguments << "\n" << result.err;
     EXPECT_EQ(result.out, "") << arguments;
     const std::size_t line = result.err.rfind("fathom: ");
@@ -55,15 +42,13 @@ class CalibrateProgram : public testing::Test {
       EXPECT_NE(result.err.find(part, line), std::string::npos) << part << ": " << result.err;
     }
   }
-
-  fathom::test::TempDir dir_;
 };
 
 TEST_F(CalibrateProgram, StatisticsServeAQuestion) {
   const std::string stats = " --stats-file " + Path("s.safetensors");
   ASSERT_EQ(Run("capture" + kModel + kText + "-c 1500 --positions 16 -o " + Path("c")).code, 0);
-  const Result made = Run("calibrate " + Path("c") + " -o " + Path("s.safetensors") +
-                          " --budgets fathom@28 --json");
+  const ProgramResult made = Run("calibrate " + Path("c") + " -o " + Path("s.safetensors") +
+                                 " --budgets fathom@28 --json");
   ASSERT_EQ(made.code, 0) << made.err;
   const Json summary = Json::parse(made.out);
   EXPECT_EQ(summary["n_tokens"], 1500 - 16);
@@ -78,7 +63,7 @@ TEST_F(CalibrateProgram, StatisticsServeAQuestion) {
   EXPECT_LE(sum, 6 * 28);
   EXPECT_GT(*std::max_element(bits.begin(), bits.end()), 28);
 
-  const Result answer =
+  const ProgramResult answer =
       Run("run" + kModel + kText + "-p 'What is the locker number of the harbour library?' -n 24" +
           stats + " --method fathom:budgets=file --compare loki");
   ASSERT_EQ(answer.code, 0) << answer.err;
@@ -92,14 +77,14 @@ TEST_F(CalibrateProgram, StatisticsServeAQuestion) {
 TEST_F(CalibrateProgram, TheSameCaptureHasTheSameErrors) {
   const std::string capture = Path("c.safetensors");
   ASSERT_EQ(Run("capture" + kModel + kText + "-c 1000 --layers 1,4 -o " + capture).code, 0);
-  const Result made =
+  const ProgramResult made =
       Run("calibrate " + capture + " --methods fathom:k=128 -o " + Path("s.safetensors"));
   ASSERT_EQ(made.code, 0) << made.err;
   EXPECT_NE(made.out.find("layers   1,4 (2)"), std::string::npos) << made.out;
   const std::string eval = "eval error " + capture +
                            " --k 128 --methods fathom,loki,fathom:preset=paper,basis=klt --json";
-  const Result own = Run(eval);
-  const Result with = Run(eval + " --stats-file " + Path("s.safetensors"));
+  const ProgramResult own = Run(eval);
+  const ProgramResult with = Run(eval + " --stats-file " + Path("s.safetensors"));
   ASSERT_EQ(own.code, 0) << own.err;
   ASSERT_EQ(with.code, 0) << with.err;
   Json own_run = Json::parse(own.out)["runs"][0], with_run = Json::parse(with.out)["runs"][0];
@@ -119,9 +104,9 @@ TEST_F(CalibrateProgram, TheSameCaptureHasTheSameErrors) {
 TEST_F(CalibrateProgram, WrongUseIsRefused) {
   const std::string out = " -o " + Path("s.safetensors");
   ExpectError("calibrate" + out, 2, {"give a capture", "-m MODEL -f TEXT -c N"});
-  dir_.Write("there", "mine");
+  Write("there", "mine");
   ExpectError("calibrate" + kModel + kText + "-c 1k -o " + Path("there"), 2, {"exists", "--force"});
-  EXPECT_EQ(Read("there"), "mine");
+  EXPECT_EQ(ReadAll(folder_ / "there"), "mine");
   ExpectError("calibrate" + kModel + kText + out, 2, {"-c N"});
   ExpectError("calibrate some.safetensors" + kModel + out, 2, {"leave them out"});
   ExpectError("calibrate nowhere.safetensors" + out, 1, {"nowhere.safetensors"});
@@ -134,14 +119,16 @@ TEST_F(CalibrateProgram, WrongUseIsRefused) {
 }
 
 TEST_F(CalibrateProgram, ATextIsCapturedMeanwhile) {
-  dir_.Write("there", "mine");
-  const Result made = Run("calibrate" + kModel + kText + "-c 900 --force -o " + Path("there"));
+  Write("there", "mine");
+  const ProgramResult made =
+      Run("calibrate" + kModel + kText + "-c 900 --force -o " + Path("there"));
   ASSERT_EQ(made.code, 0) << made.err;
   EXPECT_NE(made.out.find("tokens   772 of single-needle-4k.txt"), std::string::npos) << made.out;
   EXPECT_FALSE(fs::exists(Path("there.capture")));
   ASSERT_EQ(Run("capture" + kModel + kText + "-c 900 -o " + Path("c")).code, 0);
   ASSERT_EQ(Run("calibrate " + Path("c") + " -o " + Path("s")).code, 0);
-  EXPECT_EQ(Read("there"), Read("s"));
+  EXPECT_EQ(ReadAll(folder_ / "there"), ReadAll(folder_ / "s"));
 }
 
 }  // namespace
+}  // namespace fathom

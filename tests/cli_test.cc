@@ -16,66 +16,23 @@
 #include <string>
 #include <vector>
 
+#include "support/program.h"
+
+namespace fathom {
 namespace {
 
 namespace fs = std::filesystem;
 
-// For the shell: paths may have spaces.
-std::string Quoted(const std::string& text) { return "'" + text + "'"; }
+using test::ProgramResult;
+using test::Quoted;
+using test::ReadAll;
 
 const std::string kModelPath =
     std::string(FATHOM_SOURCE_DIR) + "/models/fathom-recall-15m-q8_0.gguf";
 const std::string kModel = Quoted(kModelPath);
 const std::string kQuestions = std::string(FATHOM_SOURCE_DIR) + "/models/questions/";
 
-struct Result {
-  int code = -1;
-  std::string out;
-  std::string err;
-};
-
-std::string ReadAll(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-class Cli : public testing::Test {
- protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "fathom-cli-XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string Write(const std::string& name, const std::string& content) const {
-    std::ofstream(folder_ / name, std::ios::binary) << content;
-    return (folder_ / name).string();
-  }
-
-  Result Run(const std::string& arguments) const {
-    const std::string command = Quoted(FATHOM_PROGRAM) + " " + arguments + " >" +
-                                (folder_ / "out").string() + " 2>" + (folder_ / "err").string() +
-                                " </dev/null";
-    const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadAll(folder_ / "out"),
-            ReadAll(folder_ / "err")};
-  }
-
-  // One clear line that holds all parts, nothing on standard output, the exit code.
-  void ExpectError(const std::string& arguments, int code,
-                   const std::vector<std::string>& parts) const {
-    const Result result = Run(arguments);
-    EXPECT_EQ(result.code, code) << arguments << "\n" << result.err;
-    EXPECT_EQ(result.out, "") << arguments;
-    for (const auto& part : parts)
-      EXPECT_NE(result.err.find(part), std::string::npos) << arguments << "\n" << result.err;
-    const auto lines = std::count(result.err.begin(), result.err.end(), '\n');
-    EXPECT_EQ(lines, 1) << arguments << "\n" << result.err;
-  }
-
-  fs::path folder_;
-};
+class Cli : public test::ProgramTest {};
 
 TEST_F(Cli, UsageErrorsExitWithTwo) {
   ExpectError("", 2, {"subcommand"});
@@ -112,28 +69,28 @@ TEST_F(Cli, FilesThatCannotBeReadExitWithOne) {
 }
 
 TEST_F(Cli, DocumentLongerThanTheContextSaysByHowMuch) {
-  const Result result = Run("run -m " + kModel + " -f " +
-                            Quoted(kQuestions + "single-needle-4k.txt") + " -p hi -c 2k");
+  const ProgramResult result = Run("run -m " + kModel + " -f " +
+                                   Quoted(kQuestions + "single-needle-4k.txt") + " -p hi -c 2k");
   EXPECT_EQ(result.code, 2);
   EXPECT_NE(result.err.find("more than the context of 2,048"), std::string::npos) << result.err;
   EXPECT_NE(result.err.find("use -c "), std::string::npos) << result.err;
 }
 
 TEST_F(Cli, SessionLargerThanMemorySaysHowMuchItNeeds) {
-  const Result result = Run("run -m " + kModel + " -p hi -c 512M");
+  const ProgramResult result = Run("run -m " + kModel + " -p hi -c 512M");
   EXPECT_EQ(result.code, 1);
   EXPECT_NE(result.err.find("536870912 tokens needs"), std::string::npos) << result.err;
   EXPECT_NE(result.err.find("available"), std::string::npos) << result.err;
 }
 
 TEST_F(Cli, InfoDescribesMachineModelAndMemory) {
-  const Result text = Run("info -m " + kModel + " -c 4k,32k");
+  const ProgramResult text = Run("info -m " + kModel + " -c 4k,32k");
   EXPECT_EQ(text.code, 0) << text.err;
   for (const char* part :
        {"cpu/avx512", "cpu/portable", "ref", "qwen3", "32,768 tokens", "fathom", "dense"}) {
     EXPECT_NE(text.out.find(part), std::string::npos) << part;
   }
-  const Result json = Run("info -m " + kModel + " -c 32k --json");
+  const ProgramResult json = Run("info -m " + kModel + " -c 32k --json");
   ASSERT_EQ(json.code, 0);
   const auto parsed = nlohmann::json::parse(json.out);
   EXPECT_EQ(parsed["model"]["head_dim"], 128);
@@ -148,7 +105,7 @@ TEST_F(Cli, ForcedBackendsAnswerAlike) {
       Write("note.txt", "The locker number of the harbour library is 4820617.\n");
   std::string first;
   for (const char* backend : {"cpu/portable", "cpu/avx2", "cpu/avx512", "ref"}) {
-    const Result result =
+    const ProgramResult result =
         Run("run -m " + kModel + " -f " + document +
             " -p 'What is the locker number of the harbour library?' --backend " + backend);
     if (result.code == 1 && result.err.find("cpu/") != std::string::npos) {
@@ -166,9 +123,10 @@ TEST_F(Cli, InvalidUtf8InADocumentPassesThrough) {
   // A lone Latin-1 byte, impossible bytes, a cut-off character and a NUL.
   constexpr char kBytes[] = "caf\xe9 \xff\xfe\x80 \xe2\x82 the locker is 12.\0 end";
   const std::string document = Write("bytes.txt", std::string(kBytes, sizeof(kBytes) - 1));
-  const Result result = Run("run -m " + kModel + " -f " + document + " -p 'What?' -n 4");
+  const ProgramResult result = Run("run -m " + kModel + " -f " + document + " -p 'What?' -n 4");
   EXPECT_EQ(result.code, 0) << result.err;
-  const Result json = Run("run -m " + kModel + " -f " + document + " -p 'What?' -n 4 --json");
+  const ProgramResult json =
+      Run("run -m " + kModel + " -f " + document + " -p 'What?' -n 4 --json");
   EXPECT_EQ(json.code, 0) << json.err;
   EXPECT_TRUE(nlohmann::json::accept(json.out)) << json.out;
 }
@@ -191,8 +149,8 @@ TEST_F(Cli, DocumentFromStandardInput) {
 TEST_F(Cli, PlainContinuationWithoutChat) {
   const std::string document = Write(
       "note.txt", "The access code of the north tower is 8306194.\n\nThe weather was fine.\n");
-  const Result result = Run("run -m " + kModel + " -f " + document +
-                            " -p 'The access code of the north tower is' --no-chat -n 8");
+  const ProgramResult result = Run("run -m " + kModel + " -f " + document +
+                                   " -p 'The access code of the north tower is' --no-chat -n 8");
   EXPECT_EQ(result.code, 0);
   EXPECT_NE(result.out.find("8306194"), std::string::npos) << result.out;
 }
@@ -204,10 +162,11 @@ TEST_F(Cli, HandMadeChatFormatEqualsTheTemplate) {
   const std::string question = "What is the locker number of the library?";
   const std::string made = "'<|im_start|>user\nThe locker of the library is 4820617.\n\n" +
                            question + "<|im_end|>\n<|im_start|>assistant\n'";
-  const Result plain = Run("run -m " + kModel + " --no-chat -n 16 -p " + made);
+  const ProgramResult plain = Run("run -m " + kModel + " --no-chat -n 16 -p " + made);
   EXPECT_EQ(plain.code, 0) << plain.err;
   EXPECT_EQ(plain.out, "4820617\n");
-  const Result chat = Run("run -m " + kModel + " -n 16 -f " + document + " -p '" + question + "'");
+  const ProgramResult chat =
+      Run("run -m " + kModel + " -n 16 -f " + document + " -p '" + question + "'");
   EXPECT_NE(chat.out.find("4820617"), std::string::npos) << chat.out;
 }
 
@@ -230,7 +189,7 @@ TEST_F(Cli, CaptureWritesAndReportsIt) {
   const fs::path file = folder_ / "my capture.safetensors";
   const std::string arguments = "capture -m " + kModel + " -f " + text + " -c 300 --positions 32" +
                                 " --stats-every 7 --layers 0,3-5 -o " + Quoted(file.string());
-  const Result json = Run(arguments + " --json");
+  const ProgramResult json = Run(arguments + " --json");
   ASSERT_EQ(json.code, 0) << json.err;
   const auto parsed = nlohmann::json::parse(json.out);
   EXPECT_EQ(parsed["bytes"], fs::file_size(file));
@@ -245,7 +204,7 @@ TEST_F(Cli, CaptureWritesAndReportsIt) {
   EXPECT_GT(header, 1000U);
   EXPECT_LT(header, 4000U);
   ExpectError(arguments, 2, {"my capture.safetensors exists", "--force"});
-  const Result forced = Run(arguments + " --force --dtype f32");
+  const ProgramResult forced = Run(arguments + " --force --dtype f32");
   EXPECT_EQ(forced.code, 0) << forced.err;
   for (const char* part : {"300 of single-needle-4k.txt", "0,3-5 (4)", "f32: as asked"}) {
     EXPECT_NE(forced.out.find(part), std::string::npos) << part << " in " << forced.out;
@@ -277,9 +236,9 @@ TEST_F(Cli, CaptureRefusesBadRequests) {
 TEST_F(Cli, SeededSamplingRepeats) {
   const std::string arguments =
       "run -m " + kModel + " -p 'Tell me something.' -n 24 --temp 1.5 --seed ";
-  const Result a = Run(arguments + "7");
-  const Result b = Run(arguments + "7");
-  const Result c = Run(arguments + "8");
+  const ProgramResult a = Run(arguments + "7");
+  const ProgramResult b = Run(arguments + "7");
+  const ProgramResult c = Run(arguments + "8");
   EXPECT_EQ(a.out, b.out);
   EXPECT_NE(a.out, c.out);
 }
@@ -312,3 +271,4 @@ TEST_F(Cli, InterruptKeepsWhatWasProducedAndExitsWith130) {
 }
 
 }  // namespace
+}  // namespace fathom

@@ -13,62 +13,24 @@
 #include <string>
 #include <vector>
 
+#include "support/program.h"
+
+namespace fathom {
 namespace {
 
 namespace fs = std::filesystem;
 using Json = nlohmann::json;
+using test::ProgramResult;
+using test::ReadAll;
 
 const std::string kSource = FATHOM_SOURCE_DIR;
 const std::string kModel = " -m '" + kSource + "/models/fathom-recall-15m-q8_0.gguf' ";
 const std::string kDemo = " '" + kSource + "/models/questions/questions.json' ";
 constexpr int kDemoQuestions = 5;  // of the first document, 4k
 
-struct Result {
-  int code = -1;
-  std::string out;
-  std::string err;
-};
-
-std::string ReadAll(const fs::path& path) {
-  std::ifstream file(path, std::ios::binary);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
-class EvalAnswers : public testing::Test {
+class EvalAnswers : public test::ProgramTest {
  protected:
-  void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "fathom-eval-XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
-  }
-  void TearDown() override { fs::remove_all(folder_); }
-
-  std::string Write(const std::string& name, const std::string& content) const {
-    std::ofstream(folder_ / name, std::ios::binary) << content;
-    return (folder_ / name).string();
-  }
-
-  Result Run(const std::string& arguments) const {
-    const std::string command = "'" FATHOM_PROGRAM "' eval answers " + arguments + " >" +
-                                (folder_ / "out").string() + " 2>" + (folder_ / "err").string() +
-                                " </dev/null";
-    const int status = std::system(command.c_str());
-    return {WIFEXITED(status) ? WEXITSTATUS(status) : -1, ReadAll(folder_ / "out"),
-            ReadAll(folder_ / "err")};
-  }
-
-  void ExpectError(const std::string& arguments, int code,
-                   const std::vector<std::string>& parts) const {
-    const Result result = Run(arguments);
-    EXPECT_EQ(result.code, code) << arguments << "\n" << result.err;
-    EXPECT_EQ(result.out, "") << arguments;
-    EXPECT_EQ(std::count(result.err.begin(), result.err.end(), '\n'), 1) << result.err;
-    for (const auto& part : parts) {
-      EXPECT_NE(result.err.find(part), std::string::npos) << part << ": " << result.err;
-    }
-  }
-
-  fs::path folder_;
+  EvalAnswers() : ProgramTest("eval answers ") {}
 };
 
 void ExpectMethod(const Json& method, const std::string& spec, double read_bits) {
@@ -88,8 +50,8 @@ void ExpectMethod(const Json& method, const std::string& spec, double read_bits)
 
 TEST_F(EvalAnswers, DemoDocumentIsAnsweredRightByAllMethods) {
   const std::string file = (folder_ / "report.json").string();
-  const Result result = Run(kDemo + kModel + "--methods dense,fathom:bits=28,k=512 " +
-                            "--methods exact:k=128 --limit 5 --json -o " + file);
+  const ProgramResult result = Run(kDemo + kModel + "--methods dense,fathom:bits=28,k=512 " +
+                                   "--methods exact:k=128 --limit 5 --json -o " + file);
   ASSERT_EQ(result.code, 0) << result.err;
   const Json report = Json::parse(result.out);
   EXPECT_EQ(Json::parse(ReadAll(file)), report);
@@ -117,7 +79,7 @@ TEST_F(EvalAnswers, DemoDocumentIsAnsweredRightByAllMethods) {
 }
 
 TEST_F(EvalAnswers, DenseQuestionsAreNotDecoded) {
-  const Result result =
+  const ProgramResult result =
       Run(kDemo + kModel + "--methods fathom:bits=28,k=512 --limit 1 --question dense --json");
   ASSERT_EQ(result.code, 0) << result.err;
   const Json report = Json::parse(result.out);
@@ -137,7 +99,7 @@ TEST_F(EvalAnswers, WrongAnswersAreCountedAndShownByTask) {
     {"document": "note.txt", "task": "wrong", "questions": [
       {"question": "What is the locker number of the harbour library?", "expected": ["4820617", "x99"]},
       {"question": "Which locker does the harbour library use?", "expected": ["x99"]}]}])");
-  const Result json = Run(set + kModel + "--methods dense --json");
+  const ProgramResult json = Run(set + kModel + "--methods dense --json");
   ASSERT_EQ(json.code, 0) << json.err;
   const Json report = Json::parse(json.out);
   EXPECT_EQ(report["documents"].size(), 1U);  // prefilled once for both entries
@@ -148,7 +110,7 @@ TEST_F(EvalAnswers, WrongAnswersAreCountedAndShownByTask) {
   EXPECT_EQ(method["tasks"][1]["questions"], 2);
   EXPECT_EQ(method["tasks"][1]["right"], 0);
 
-  const Result text = Run(set + kModel + "--methods dense,exact");
+  const ProgramResult text = Run(set + kModel + "--methods dense,exact");
   ASSERT_EQ(text.code, 0) << text.err;
   for (const char* part : {"0.333", "0.272", "0.000 +- 0.000", "share by task", "wrong"}) {
     EXPECT_NE(text.out.find(part), std::string::npos) << part << "\n" << text.out;
@@ -172,3 +134,4 @@ TEST_F(EvalAnswers, WrongUseIsRefusedBeforeAnyWork) {
 }
 
 }  // namespace
+}  // namespace fathom

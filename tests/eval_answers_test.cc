@@ -2,17 +2,16 @@
 // What `fathom eval answers` reads and computes, without a model: lists of specs, question files
 // and their errors, shares and their standard errors.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <limits>
 
 #include "../apps/cli/eval_score.h"
 #include "../apps/cli/question_file.h"
 #include "../apps/cli/specs.h"
 #include "fathom/error.h"
+#include "support/temp_dir.h"
 
 namespace fathom::cli {
 namespace {
@@ -54,17 +53,13 @@ TEST(SplitSpecs, ListsAddUpAndAreValidated) {
 class QuestionFile : public testing::Test {
  protected:
   void SetUp() override {
-    std::string pattern = (fs::temp_directory_path() / "fathom-questions-XXXXXX").string();
-    ASSERT_NE(mkdtemp(pattern.data()), nullptr);
-    folder_ = pattern;
     Write("a.txt", "The locker is 12.\n");
     Write("b.txt", "The locker is 34.\n");
     Write("blank.txt", " \n");
   }
-  void TearDown() override { fs::remove_all(folder_); }
 
   std::string Write(const std::string& name, const std::string& content) const {
-    std::ofstream(folder_ / name, std::ios::binary) << content;
+    dir_.Write(name, content);
     return (folder_ / name).string();
   }
 
@@ -90,7 +85,8 @@ class QuestionFile : public testing::Test {
   }
   static std::string Good() { return Entry(R"([{"question": "Q?", "expected": ["12"]}])"); }
 
-  fs::path folder_;
+  const test::TempDir dir_;
+  const fs::path folder_ = dir_.path();
 };
 
 TEST_F(QuestionFile, EntriesOfOneDocumentAreJoined) {

@@ -2,11 +2,9 @@
 // `fathom eval error` without the evaluation: options, lists of k, presets, and what is written of
 // a report made by hand.
 #include <gtest/gtest.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdlib>
-#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <map>
@@ -19,11 +17,10 @@
 #include "../apps/cli/eval_report.h"
 #include "../apps/cli/svg_labels.h"
 #include "support/random_data.h"
+#include "support/temp_dir.h"
 
 namespace fathom::cli {
 namespace {
-
-namespace fs = std::filesystem;
 
 // Runs the command in this process; what it throws passes through.
 int RunError(const std::string& arguments, std::string* out = nullptr) {
@@ -64,10 +61,11 @@ void ExpectHolds(const std::string& text, const std::vector<std::string>& parts)
 }
 
 std::string WriteTemporary(const std::string& name, const std::string& text) {
-  std::string folder = (fs::temp_directory_path() / "fathom-eval-XXXXXX").string();
-  EXPECT_NE(mkdtemp(folder.data()), nullptr);
-  std::ofstream(fs::path(folder) / name, std::ios::binary) << text;
-  return (fs::path(folder) / name).string();
+  static const test::TempDir kDir;
+  static int count = 0;
+  const std::string file = std::to_string(count++) + "/" + name;
+  kDir.Write(file, text);
+  return (kDir.path() / file).string();
 }
 
 ErrorRow Row(const std::string& method, std::int64_t k, double bits, double error) {
@@ -287,7 +285,6 @@ std::string TextsOfXml(const std::string& svg) {
   std::ifstream file(path + ".txt", std::ios::binary);
   std::string texts{std::istreambuf_iterator<char>(file), {}};
   file.close();
-  fs::remove_all(fs::path(path).parent_path());
   return texts;
 }
 
@@ -374,8 +371,8 @@ void WriteSmallCapture(const std::string& path) {
 }
 
 TEST(EvalErrorRun, TablesJsonAndPictureOfASmallCapture) {
-  std::string folder = (fs::temp_directory_path() / "fathom-eval-XXXXXX").string();
-  ASSERT_NE(mkdtemp(folder.data()), nullptr);
+  const test::TempDir dir;
+  const std::string folder = dir.string();
   WriteSmallCapture(folder + "/small.safetensors");
   std::string out;
   const int code = RunError(folder +
@@ -407,7 +404,6 @@ TEST(EvalErrorRun, TablesJsonAndPictureOfASmallCapture) {
   } catch (const Error& error) {
     EXPECT_EQ(error.code(), ErrorCode::kIo);
   }
-  fs::remove_all(folder);
 }
 
 }  // namespace

@@ -303,11 +303,7 @@ void AddBenchCommand(CLI::App& app, int* exit_code) {
   decode->add_option("--steps", options->steps, "timed steps per point")
       ->capture_default_str()
       ->check(InRange(1, 100000));
-  decode->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
-      ->capture_default_str()
-      ->check(InRange(0, 1024));
-  decode->add_option("--backend", options->backend, "kernels (see fathom info)")
-      ->capture_default_str();
+  AddMachineOptions(*decode, &options->threads, &options->backend);
   decode->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
   decode->add_flag("--no-llama", options->no_llama, "leave libllama out");
   decode->add_flag("--json", options->json, "print one JSON document");

@@ -261,13 +261,7 @@ void AddCalibrateCommand(CLI::App& app, int* exit_code) {
                    "yes or no: has the model QK-norm? decides basis=auto; default: as captured")
       ->type_name("yes|no")
       ->check(CLI::IsMember({"yes", "no"}));
-  calibrate->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(0, 1024));
-  calibrate->add_option("--backend", options->backend, "kernels (see fathom info)")
-      ->type_name("NAME")
-      ->capture_default_str();
+  AddMachineOptions(*calibrate, &options->threads, &options->backend);
   calibrate->add_flag("--force", options->force, "replace the output file if it exists");
   calibrate->add_flag("--json", options->json, "print one JSON document instead of text");
   calibrate->callback([options, exit_code] {

@@ -148,13 +148,7 @@ void AddCaptureCommand(CLI::App& app, int* exit_code) {
       ->type_name("TYPE")
       ->capture_default_str()
       ->check(CLI::IsMember({"auto", "f32", "bf16"}));
-  capture->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(0, 1024));
-  capture->add_option("--backend", options->backend, "kernels (see fathom info)")
-      ->type_name("NAME")
-      ->capture_default_str();
+  AddMachineOptions(*capture, &options->threads, &options->backend);
   capture->add_flag("--force", options->force, "replace the output file if it exists");
   capture->add_flag("--json", options->json, "print one JSON document instead of text");
   capture->callback([options, exit_code] {

@@ -174,4 +174,14 @@ int ExitCode(ErrorCode code) {
   return code == ErrorCode::kCancelled ? kExitInterrupted : kExitFailure;
 }
 
+void AddMachineOptions(CLI::App& command, int* threads, std::string* backend) {
+  command.add_option("-t,--threads", *threads, "threads; 0 takes all processors")
+      ->type_name("N")
+      ->capture_default_str()
+      ->check(InRange(0, 1024));
+  command.add_option("--backend", *backend, "kernels: cpu, cpu/avx2, ref, ... (see fathom info)")
+      ->type_name("NAME")
+      ->capture_default_str();
+}
+
 }  // namespace fathom::cli

@@ -250,13 +250,7 @@ void AddEvalAnswersCommand(CLI::App& eval, int* exit_code) {
       ->type_name("HOW")
       ->capture_default_str()
       ->check(CLI::IsMember({"sparse", "dense"}));
-  answers->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(0, 1024));
-  answers->add_option("--backend", options->backend, "kernels (see fathom info)")
-      ->type_name("NAME")
-      ->capture_default_str();
+  AddMachineOptions(*answers, &options->threads, &options->backend);
   answers->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
   answers->add_option("--limit", options->limit, "ask only the first N questions; 0 asks all")
       ->type_name("N")

@@ -193,13 +193,7 @@ int EvalError(const EvalErrorOptions& options) {
 }
 
 void AddRunOptions(CLI::App* error, EvalErrorOptions* options) {
-  error->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(0, 1024));
-  error->add_option("--backend", options->backend, "kernels (see fathom info)")
-      ->type_name("NAME")
-      ->capture_default_str();
+  AddMachineOptions(*error, &options->threads, &options->backend);
   error->add_flag("--json", options->json, "print one JSON document (see docs/format.md)");
   error->add_option("-o,--output", options->output, "also write the JSON document to a file")
       ->type_name("FILE");

@@ -218,14 +218,7 @@ void AddRunCommand(CLI::App& app, int* exit_code) {
       ->type_name("N")
       ->capture_default_str()
       ->check(InRange(1, 1 << 20));
-  run->add_option("-t,--threads", options->threads, "threads; 0 takes all processors")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(0, 1024));
-  run->add_option("--backend", options->backend,
-                  "kernels: cpu, cpu/avx2, ref, ... (see fathom info)")
-      ->type_name("NAME")
-      ->capture_default_str();
+  AddMachineOptions(*run, &options->threads, &options->backend);
   run->add_option("--method", options->method, "method spec (see fathom info)")
       ->type_name("SPEC")
       ->capture_default_str();

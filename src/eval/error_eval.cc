@@ -281,8 +281,7 @@ ErrorReport EvaluateError(const CaptureFile& capture, const ErrorOptions& option
     method->BuildIndex(measured.built_tokens());
     method->ResetCounters();
     TaskRun run(measured, task, *method);
-    const bool has_residual = method->spec().find("residual=mean") != std::string::npos ||
-                              method->spec().find("residual=block") != std::string::npos;
+    const bool has_residual = !method->residual_factors().empty();
     for (std::size_t p = 0; p < measured.positions().size(); ++p) {
       run.Position(p, !(has_residual && measured.fits_only(p)));
       step();

@@ -88,10 +88,8 @@ std::int64_t StoredPartBytes(StoredPart part, std::int64_t n_blocks) {
 
 std::int64_t PlaneIndexBytes(const SparseConfig& config, StoredPart part, HeadGeometry geometry,
                              std::int64_t n_tokens) {
-  if (n_tokens < config.min) return 0;
-  const std::int64_t n_blocks = n_tokens / kBlockTokens;
-  return StoredPartBytes(part, n_blocks) +
-         ValueMeans::Bytes(geometry.head_dim, config.residual, n_blocks * kBlockTokens);
+  return SparseIndexBytes(config, geometry, n_tokens,
+                          StoredPartBytes(part, n_tokens / kBlockTokens));
 }
 
 void SetNoise(const HeadStats& stats, HeadRead* read) {

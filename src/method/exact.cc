@@ -44,10 +44,7 @@ std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context
 }
 
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
-  const SparseConfig config = ReadConfig(options);
-  return n_tokens < config.min ? 0
-                               : ValueMeans::Bytes(geometry.head_dim, config.residual,
-                                                   n_tokens / kBlockTokens * kBlockTokens);
+  return SparseIndexBytes(ReadConfig(options), geometry, n_tokens, 0);
 }
 
 }  // namespace

@@ -284,12 +284,10 @@ std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context
 
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
   const Config config = ReadConfig(options);
-  if (n_tokens < config.sparse.min) return 0;
   IndexShape shape = config.shape;
   shape.head_dim = geometry.head_dim;
-  return shape.IndexBytes(n_tokens / kBlockTokens) +
-         ValueMeans::Bytes(geometry.head_dim, config.sparse.residual,
-                           n_tokens / kBlockTokens * kBlockTokens);
+  return SparseIndexBytes(config.sparse, geometry, n_tokens,
+                          shape.IndexBytes(n_tokens / kBlockTokens));
 }
 
 }  // namespace

@@ -162,12 +162,11 @@ std::unique_ptr<Method> MakeLabelMethod(const MethodContext& context, LabelConfi
 }
 
 std::int64_t LabelBytes(const LabelConfig& config, HeadGeometry geometry, std::int64_t n_tokens) {
-  if (n_tokens < config.sparse.min) return 0;
   const std::int64_t n_index = n_tokens / kBlockTokens * kBlockTokens;
   const std::int64_t sets = config.per_query_head ? geometry.group() : 1;
   const std::int64_t channels = std::min(config.n_channels, geometry.head_dim);
-  return n_index * sets * VectorBytes(config, channels) +
-         ValueMeans::Bytes(geometry.head_dim, config.sparse.residual, n_index);
+  return SparseIndexBytes(config.sparse, geometry, n_tokens,
+                          n_index * sets * VectorBytes(config, channels));
 }
 
 }  // namespace fathom

@@ -214,11 +214,10 @@ std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context
 
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
   const Config config = ReadConfig(options);
-  if (n_tokens < config.sparse.min || n_tokens < kBlockTokens) return 0;
-  return ChunkShape{config.chunk, 1, geometry.head_dim}.Bytes(n_tokens) +
-         config.outliers * std::int64_t{sizeof(std::int32_t)} +
-         ValueMeans::Bytes(geometry.head_dim, config.sparse.residual,
-                           n_tokens / kBlockTokens * kBlockTokens);
+  if (n_tokens < kBlockTokens) return 0;
+  return SparseIndexBytes(config.sparse, geometry, n_tokens,
+                          ChunkShape{config.chunk, 1, geometry.head_dim}.Bytes(n_tokens) +
+                              config.outliers * std::int64_t{sizeof(std::int32_t)});
 }
 
 }  // namespace

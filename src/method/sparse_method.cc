@@ -49,6 +49,13 @@ SparseConfig ReadSparseConfig(OptionReader& options, const char* residual) {
   return config;
 }
 
+std::int64_t SparseIndexBytes(const SparseConfig& config, const HeadGeometry& geometry,
+                              std::int64_t n_tokens, std::int64_t index_bytes) {
+  if (n_tokens < config.min) return 0;
+  return index_bytes + ValueMeans::Bytes(geometry.head_dim, config.residual,
+                                         n_tokens / kBlockTokens * kBlockTokens);
+}
+
 void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t n_tokens,
                  const float* q, float* out, MethodCounters* counters) {
   const HeadGeometry& geometry = context.rows->geometry();

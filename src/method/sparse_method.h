@@ -27,6 +27,11 @@ struct SparseConfig {
 // sense, which then is not an option.
 SparseConfig ReadSparseConfig(OptionReader& options, const char* residual = nullptr);
 
+// Closed form of one KV head: its index, and the residual's mean values beside it; nothing while
+// the session is too short to scan.
+std::int64_t SparseIndexBytes(const SparseConfig& config, const HeadGeometry& geometry,
+                              std::int64_t n_tokens, std::int64_t index_bytes);
+
 // Dense attention over all rows of one layer; counts the rows.
 void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t n_tokens,
                  const float* q, float* out, MethodCounters* counters);

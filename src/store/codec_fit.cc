@@ -69,11 +69,7 @@ std::vector<double> ResidualRms(BlockReader& reader, std::int64_t first, std::in
   std::vector<float> mean(step.size());
   for (std::int64_t b = first; b < first + n_blocks; ++b) {
     const float* x = reader.Load(b);
-    BlockMeans(x, dim, mean.data());
-    for (std::size_t j = 0; j < step.size(); ++j) {
-      const auto lim = static_cast<float>(limit);
-      mean[j] = std::clamp(std::nearbyint(mean[j] / step[j]), -lim, lim) * step[j];
-    }
+    QuantizedBlockMeans(x, limit, step, mean.data());
     for (std::size_t i = 0; i < kBlockTokens; ++i, x += dim) {
       for (std::size_t j = 0; j < step.size(); ++j) {
         const double y = x[j] - mean[j];
@@ -103,6 +99,14 @@ int StoredMean(const PackArgs& args, std::int32_t channel) {
 }
 
 }  // namespace
+
+void QuantizedBlockMeans(const float* x, int limit, const std::vector<float>& step, float* mean) {
+  BlockMeans(x, static_cast<std::int32_t>(step.size()), mean);
+  const auto lim = static_cast<float>(limit);
+  for (std::size_t j = 0; j < step.size(); ++j) {
+    mean[j] = std::clamp(std::nearbyint(mean[j] / step[j]), -lim, lim) * step[j];
+  }
+}
 
 BlockReader::BlockReader(const Half* rows, const Basis& basis)
     : rows_(rows),

@@ -65,6 +65,9 @@ class CodecSums {
 // Weights [D][4][4] of cell centres: ranges[j] * 2^-(p+1) for bit p, whatever the number of planes.
 std::vector<float> CentreWeights(const std::vector<float>& ranges);
 
+// Means of a block as Pack keeps them, decoded: mean [D] of x [64][D], codes within +-limit.
+void QuantizedBlockMeans(const float* x, int limit, const std::vector<float>& step, float* mean);
+
 // Multiples of the rms, [D], by Ranges::kMeasured. Looks at no more than 256 of the blocks.
 std::vector<float> FitRangeMultiples(BlockReader& reader, std::int64_t first, std::int64_t n_blocks,
                                      int mean_limit, const std::vector<float>& mean_step,

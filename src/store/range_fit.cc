@@ -96,16 +96,10 @@ std::vector<float> FitRangeMultiples(BlockReader& reader, std::int64_t first, st
   std::vector<Histogram> histogram(dim);
   std::vector<float> mean(dim), scale(dim);
   for (std::size_t j = 0; j < dim; ++j) scale[j] = rms[j] > 0 ? 1.0F / rms[j] : 0.0F;
-  const auto limit = static_cast<float>(mean_limit);
   const std::int64_t stride = (n_blocks + kMostBlocks - 1) / kMostBlocks;
   for (std::int64_t b = first; b < first + n_blocks; b += stride) {
     const float* x = reader.Load(b);
-    std::ranges::fill(mean, 0.0F);
-    for (std::size_t i = 0; i < kBlockTokens * dim; ++i) mean[i % dim] += x[i];
-    for (std::size_t j = 0; j < dim; ++j) {
-      const float code = std::nearbyint(mean[j] / kBlockTokens / mean_step[j]);
-      mean[j] = std::clamp(code, -limit, limit) * mean_step[j];
-    }
+    QuantizedBlockMeans(x, mean_limit, mean_step, mean.data());
     for (std::size_t i = 0; i < kBlockTokens; ++i, x += dim) {
       for (std::size_t j = 0; j < dim; ++j) histogram[j].Add((x[j] - mean[j]) * scale[j]);
     }
