@@ -114,7 +114,7 @@ TEST(ScanTableTest, IntegerScoresFollowTheDecoder) {
       square += exact * exact;
     }
     const double n = static_cast<double>(index.n_tokens);
-    EXPECT_LT(std::sqrt(error / n), 0.002 * std::sqrt(square / n - std::pow(sum / n, 2)));
+    EXPECT_LT(std::sqrt(error / n), 0.08 * std::sqrt(square / n - std::pow(sum / n, 2)));
   }
 }
 
@@ -124,17 +124,53 @@ TEST(ScanTableTest, WeightsFollowTheRule) {
   const std::vector<float> step = {0.5f, 0.25f};
   std::vector<float> weight(2 * 16, 100.0f);
   weight[4] = 0.5f;  // channel 0, two planes
-  weight[5] = 0.25f;
+  weight[5] = -0.25f;
   ScanTable t;
   BuildScanTable({2, 1, 4, q.data(), level.data(), step.data(), weight.data()}, &t);
-  // A = 0.75, M = 7 * (0.5 + 0.5): S = min(42666.7, 74898.3).
-  const double s = 32000 / 0.75;
+  // S = 255 / 0.75, u = 2 / S, M = 7 (0.5 + 0.5) = 1190 u: 2^13 (129 + 1190) < 2^24 - 2^15 < 2^14
+  // ..
+  const double u = 2 * 0.75 / 255;
+  EXPECT_EQ(t.n_parts, 1);
   EXPECT_EQ(t.plane, (std::vector<std::int32_t>{0, 1}));
-  EXPECT_EQ(t.weight, (std::vector<std::int16_t>{21333, 10667}));
+  EXPECT_EQ(t.part_end, (std::vector<std::int32_t>{2}));
+  EXPECT_EQ(t.weight, (std::vector<std::int16_t>{170, -85}));
+  EXPECT_EQ(t.low, (std::vector<std::int32_t>{85}));
   EXPECT_EQ(t.channel, (std::vector<std::int32_t>{0, 1}));
-  EXPECT_EQ(t.mean_weight, (std::vector<std::int32_t>{341333, -341333}));
-  EXPECT_EQ(t.weight_sum[0], 32000);
-  EXPECT_EQ(t.scale[0], static_cast<float>(1 / (16 * s)));
+  EXPECT_EQ(t.shift, (std::vector<std::int32_t>{13}));
+  EXPECT_EQ(t.scale[0], static_cast<float>(u / 8192));
+  EXPECT_EQ(t.mean_weight, (std::vector<std::int32_t>{696320, -696320}));  // 0.5 / scale
+  EXPECT_EQ(t.constant, (std::vector<std::int32_t>{-1044480}));            // 8192 * 127.5
+}
+
+// Planes of a channel go to different parts, and no part's weights exceed a byte.
+TEST(ScanTableTest, ManyPlanesShareTheirBytes) {
+  for (const auto& [dim, parts] : {std::pair{8, 1}, {9, 2}, {24, 2}, {25, 4}, {64, 4}, {80, 8}}) {
+    const auto q = RandomNormal(3 * dim, 5);
+    const std::vector<std::uint8_t> level(static_cast<std::size_t>(dim), 5);
+    const std::vector<float> step(static_cast<std::size_t>(dim), 0.1f);
+    const auto weight = RandomNormal(dim * 16, 6);
+    ScanTable t;
+    BuildScanTable({dim, 3, 4, q.data(), level.data(), step.data(), weight.data()}, &t);
+    ASSERT_EQ(t.n_parts, parts) << dim;
+    std::vector<std::int32_t> planes = t.plane;
+    std::ranges::sort(planes);
+    for (std::int32_t i = 0; i < 4 * dim; ++i) EXPECT_EQ(planes[static_cast<std::size_t>(i)], i);
+    for (std::size_t h = 0; h < 3; ++h) {
+      std::size_t p = 0;
+      int most = 0;
+      for (std::size_t r = 0; r < t.part_end.size(); ++r) {
+        int sum = 0, low = 0;
+        for (; p < static_cast<std::size_t>(t.part_end[r]); ++p) {
+          sum += std::abs(t.weight[p * 3 + h]);
+          low -= std::min<int>(t.weight[p * 3 + h], 0);
+        }
+        EXPECT_LE(sum, 255);
+        EXPECT_EQ(low, t.low[r * 3 + h]);
+        most = std::max(most, sum);
+      }
+      EXPECT_GE(most, 245);
+    }
+  }
 }
 
 TEST(ScanTableTest, NothingReadAndZeroQueries) {
@@ -145,11 +181,27 @@ TEST(ScanTableTest, NothingReadAndZeroQueries) {
   BuildScanTable({32, 1, 4, zero.data(), none.data(), zero.data(), weight.data()}, &t);
   EXPECT_TRUE(t.plane.empty());
   EXPECT_TRUE(t.channel.empty());
-  EXPECT_EQ(t.scale[0], 1.0f / 16);
+  EXPECT_EQ(t.part_end, std::vector<std::int32_t>{0});
+  EXPECT_EQ(t.scale[0], 0x1p-15f);
   const std::vector<std::uint8_t> all(32, 5);
   BuildScanTable({32, 1, 4, zero.data(), all.data(), zero.data(), weight.data()}, &t);
   EXPECT_EQ(t.plane.size(), 128u);
   EXPECT_EQ(t.weight, std::vector<std::int16_t>(128, 0));
+}
+
+// Means that dwarf the planes make the planes coarser, not T too large.
+TEST(ScanTableTest, LargeMeans) {
+  const std::vector<float> q(4, 1.0f);
+  const std::vector<std::uint8_t> level(4, 5);
+  const std::vector<float> step(4, 1e6f);
+  const std::vector<float> weight(4 * 16, 1e-3f);
+  ScanTable t;
+  BuildScanTable({4, 1, 8, q.data(), level.data(), step.data(), weight.data()}, &t);
+  EXPECT_EQ(t.shift[0], 0);
+  std::int64_t total = 255 + std::abs(t.constant[0]);
+  for (const std::int32_t w : t.mean_weight) total += 127 * std::abs(w);
+  EXPECT_LT(total, 1 << 24);
+  EXPECT_GT(total, 1 << 23);
 }
 
 TEST(MergeAttentionTest, PartsJoinToTheWhole) {

@@ -60,19 +60,27 @@ struct SegmentView {
 };
 
 // What a query reads from segments that share one set of steps and decoders (mean codec): integers
-// only. Built once per scan by BuildScanTable (backend/scan_table.h); every backend evaluates
-// exactly
-//   T_h(i) = 16 * (2 * sum_p weight[p][h] * bit_p(i) - weight_sum[h]) + sum_a mean_weight[a][h] *
-//   mean_code[a](block)
-// and score_h(i) = float(T_h(i)) * scale[h]. |T| < 2^24, so the conversion is exact; partial sums
-// fit int16.
+// only, so that every backend finds the same bits. Built once per scan by BuildScanTable
+// (backend/scan_table.h). The planes are dealt to 1, 2, 4 or 8 parts. For query head h and token i:
+//   u_r  = low[r][h] + sum over planes p of part r of weight[p][h] * bit_p(i)      in 0 .. 255
+//   U    = the average of all u_r, taken in pairs, each (x + y + 1) >> 1:
+//          avg(u_0, u_1), or avg(avg(u_0, u_1), avg(u_2, u_3)), ..                 in 0 .. 255
+//   base = constant[h] + sum over a of mean_weight[a][h] * mean_code[a](block)
+//   T    = U * 2^shift[h] + base                                                   |T| < 2^24
+//   score_h(i) = float(T) * scale[h]
+// So all that depends on the token is one byte, U; the rest belongs to its block. Both T and base
+// are exact in single precision.
 struct ScanTable {
-  std::vector<std::int32_t> plane;    // [n_planes] which plane is read: channel * 4 + p, ascending
-  std::vector<std::int16_t> weight;   // [n_planes][group]
-  std::vector<std::int32_t> channel;  // [n_active] channels whose mean is read, ascending
+  std::int32_t n_parts = 1;
+  std::vector<std::int32_t> plane;  // [n_planes] channel * 4 + p; part by part, ascending in each
+  std::vector<std::int32_t> part_end;     // [n_parts] index into plane behind the part's last
+  std::vector<std::int16_t> weight;       // [n_planes][group] of magnitude 0 .. 255
+  std::vector<std::int32_t> low;          // [n_parts][group] minus the sum of the negative weights
+  std::vector<std::int32_t> channel;      // [n_active] channels whose mean is read, ascending
   std::vector<std::int32_t> mean_weight;  // [n_active][group]
-  std::vector<std::int32_t> weight_sum;   // [group]
-  std::vector<float> scale;               // [group]
+  std::vector<std::int32_t> constant;     // [group]
+  std::vector<std::int32_t> shift;        // [group] 0 .. 15
+  std::vector<float> scale;               // [group]; NaN for a query that is not finite
 };
 
 struct ScanHead {
@@ -170,6 +178,44 @@ struct SelectArgs {
   std::span<const SelectHead> heads;
 };
 
+// --- rank: scan, select and mass in one pass
+// ---------------------------------------------------------
+// What Scan, Select and Mass would give together for the mean codec, without an array of scores:
+// exactly the winners that Select finds in the scores of Scan, and the mass of what a head did not
+// select,
+//   rest_h(b) = sum over tokens i of block b that are candidates and no winners of head h of
+//               exp(exp_scale * (score_h(i) - cut_h)).
+// cut_h is a score that the backend chooses near that of the least winner; only rest and cut
+// together mean something. Scores are summed from tables: rest_h(b) is right within 2 % of itself
+// plus 0.1, where a token with score cut_h counts 1. Where scores of a head are not finite, its
+// rest is NaN.
+struct RankHead {
+  std::span<const SegmentView> segments;  // n_index tokens together, the same for all heads
+  std::span<const ScanTable> tables;
+  // Out, as in SelectHead.
+  std::int32_t* tokens = nullptr;
+  std::uint16_t* mask = nullptr;
+  std::int64_t* n_attended = nullptr;
+  // Out, where exp_scale is not 0.
+  float* rest = nullptr;  // [group][n_index / 64]
+  float* cut = nullptr;   // [group]
+};
+
+// Candidates are tokens [first, last) as in SelectArgs, with 0 <= first, first + keep <= last and
+// keep >= 1; last <= n_index, the tokens of the segments, and n_index <= n_tokens.
+struct RankArgs {
+  std::int32_t head_dim = 0;
+  std::int32_t group = 0;
+  std::int32_t segment_blocks = 0;
+  std::int32_t mean_bits = 4;
+  std::int64_t first = 0;
+  std::int64_t last = 0;
+  std::int64_t n_tokens = 0;
+  std::int64_t keep = 0;
+  float exp_scale = 0;  // >= 0: 1/sqrt(D) for scores that are plain dot products; 0: no rest
+  std::span<const RankHead> heads;
+};
+
 // --- attend: softmax attention of one query position over chosen rows
 // -------------------------------------------------
 struct AttendHead {
@@ -215,6 +261,7 @@ class Backend {
   virtual void Score(const ScoreArgs& args) const = 0;
   virtual void Mass(const MassArgs& args) const = 0;
   virtual void Select(const SelectArgs& args) const = 0;
+  virtual void Rank(const RankArgs& args) const = 0;
   virtual void Attend(const AttendArgs& args) const = 0;
   virtual void Prefill(const PrefillArgs& args) const = 0;
 };

@@ -18,12 +18,20 @@ struct ScanTableInput {
   const float* weight = nullptr;        // [D][4][4] decoder: weight[t-1][p] of bipolar bit p
 };
 
-// Fills *table, reusing its capacity. Per head, in double precision:
-//   A = sum over read planes |q w|, M = lim * sum over active channels |q mean_step|,
-//   S = min(32000 / A, 2^23 / (16 M)), a zero term left out, S = 1 when both are zero;
-//   weight = lround(q w S), mean_weight = lround(16 S q mean_step), scale = 1 / (16 S).
-// So partial sums of weights fit int16, and T of ScanTable is below 2^24 in magnitude.
-// A head whose q, A or M is not finite gets zero weights and a NaN scale: all its scores are NaN.
+// Fills *table, reusing its capacity. Up to 32 planes make one part, up to 96 two, up to 256 four,
+// more eight: the more planes share a byte, the coarser each weight is rounded. Plane p of the c-th
+// channel that is read goes to part (c + p) mod n_parts. Per head, in double precision:
+//   S: the largest found, from 255 / max_r sum over part r of |q w| down, for which the rounded
+//      magnitudes of every part sum to 255 or less; weight = round(q w S), here and below half away
+//      from zero;
+//   u = 2 n_parts / S, what one step of U is worth; M = lim * sum over channels of |q mean_step|;
+//   shift: the largest of 15 .. 0 with 2^shift (129 + M / u) <= 2^24 - 2^15; where even 0 is too
+//      much, u is raised to M / (2^24 - 2^16) first, and with it the weights are made smaller;
+//   scale = u / 2^shift, mean_weight = round(q mean_step / scale),
+//   constant = -round(2^shift (W / (2 n_parts) + log2(n_parts) / 4)), W the sum of all |weight|;
+//      the last term is what rounding up adds to the averages in the mean.
+// Without planes u is M / 128, and 1 where M is 0 too.
+// A head whose q, weights or M are not finite gets zeros and a NaN scale: all its scores are NaN.
 void BuildScanTable(const ScanTableInput& input, ScanTable* table);
 
 }  // namespace fathom

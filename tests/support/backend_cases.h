@@ -73,7 +73,8 @@ class BackendTest : public testing::TestWithParam<BackendInfo> {
 
 inline std::string BackendTestName(const testing::TestParamInfo<BackendInfo>& info) {
   std::string name = info.param.name;
-  std::replace(name.begin(), name.end(), '/', '_');
+  std::replace_if(
+      name.begin(), name.end(), [](char c) { return c == '/' || c == '-'; }, '_');
   return name;
 }
 

@@ -47,12 +47,22 @@ std::unique_ptr<Backend> MakeCpuAvx512(int n_threads) {
   return std::make_unique<CpuBackend>(cpu::Avx512Kernels(), n_threads);
 }
 
+std::unique_ptr<Backend> MakeCpuAvx2Masked(int n_threads) {
+  return std::make_unique<CpuBackend>(cpu::Avx2MaskedKernels(), n_threads);
+}
+
+std::unique_ptr<Backend> MakeCpuAvx512Masked(int n_threads) {
+  return std::make_unique<CpuBackend>(cpu::Avx512MaskedKernels(), n_threads);
+}
+
 #else
 
 std::string ProbeCpuAvx2() { return "built for a processor that is not x86-64"; }
 std::string ProbeCpuAvx512() { return ProbeCpuAvx2(); }
 std::unique_ptr<Backend> MakeCpuAvx2(int) { return nullptr; }
 std::unique_ptr<Backend> MakeCpuAvx512(int) { return nullptr; }
+std::unique_ptr<Backend> MakeCpuAvx2Masked(int) { return nullptr; }
+std::unique_ptr<Backend> MakeCpuAvx512Masked(int) { return nullptr; }
 
 #endif
 

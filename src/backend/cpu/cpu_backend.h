@@ -27,6 +27,7 @@ class CpuBackend : public Backend {
   void Score(const ScoreArgs& args) const override;
   void Mass(const MassArgs& args) const override;
   void Select(const SelectArgs& args) const override;
+  void Rank(const RankArgs& args) const override;
   void Attend(const AttendArgs& args) const override;
   void Prefill(const PrefillArgs& args) const override;
 
@@ -48,5 +49,7 @@ std::string ProbeCpuAvx512();
 std::unique_ptr<Backend> MakeCpuPortable(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx2(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx512(int n_threads);
+std::unique_ptr<Backend> MakeCpuAvx2Masked(int n_threads);
+std::unique_ptr<Backend> MakeCpuAvx512Masked(int n_threads);
 
 }  // namespace fathom

@@ -33,26 +33,74 @@ struct PackCodesArgs {
   std::int32_t block;
 };
 
-// Blocks first .. first + count - 1 of one segment; scores of head h start at scores + h * stride.
-struct ScanMeanArgs {
+// A ScanTable in the form a kernel set scans by. The layout is the set's own.
+struct ScanPlanArgs {
+  std::int32_t segment_blocks;
+  std::int32_t group;
+  std::int32_t n_planes;
+  std::int32_t n_parts;
+  const std::int32_t* plane;
+  const std::int32_t* part_end;
+  const std::int16_t* weight;
+  const std::int32_t* low;
+  void* out;  // scan_plan_bytes(n_planes, group) bytes, 64-byte aligned
+};
+
+// U of blocks first .. first + count - 1 of one segment, at most kScanChunkBlocks; of head h and
+// the i-th of these blocks at sums + h * stride + i * 64.
+struct ScanSumsArgs {
+  const void* plan;  // of scan_plan
   const std::uint64_t* planes;
+  const std::uint64_t* prefetch;  // planes of the segment that will be read next, or null
+  std::int32_t segment_blocks;
+  std::int32_t first;
+  std::int32_t count;
+  std::int32_t group;
+  std::uint8_t* sums;
+  std::int64_t stride;
+};
+
+// `base` of the same blocks; of head h and the i-th block at base + h * stride + i.
+struct ScanBaseArgs {
   const std::uint8_t* side;
   std::int32_t segment_blocks;
   std::int32_t mean_bits;
   std::int32_t first;
   std::int32_t count;
   std::int32_t group;
-  // ScanTable
-  std::int32_t n_planes;
   std::int32_t n_active;
-  const std::int32_t* plane;
-  const std::int16_t* weight;
   const std::int32_t* channel;
   const std::int32_t* mean_weight;
-  const std::int32_t* weight_sum;
-  const float* scale;
-  float* scores;
+  const std::int32_t* constant;
+  std::int32_t* base;
   std::int64_t stride;
+};
+
+// Scores of n_blocks blocks of one head.
+struct ScanScoresArgs {
+  const std::uint8_t* sums;
+  const std::int32_t* base;
+  std::int64_t n_blocks;
+  std::int32_t shift;
+  float scale;
+  float* scores;  // [n_blocks][64]
+};
+
+// Candidates and their rest in n_blocks blocks of one head that share a ScanTable.
+struct RankBlocksArgs {
+  const std::uint8_t* sums;
+  const std::int32_t* base;
+  std::int64_t n_blocks;
+  std::int64_t first;  // tokens first .. last - 1, counted from the first of these blocks, may be
+  std::int64_t last;   // candidates; first and last may lie outside
+  std::int32_t shift;
+  std::int32_t threshold;     // T that a candidate has at least; within +-2^25
+  std::uint64_t* candidates;  // [n_blocks] bit i for token i
+  // Tokens that may be candidates and are not: rest = sum of exp(slope * (T - origin)). slope 0
+  // leaves rest alone.
+  float slope;
+  float origin;
+  float* rest;  // [n_blocks]
 };
 
 struct ScanPaperArgs {
@@ -135,11 +183,18 @@ struct KernelTable {
   void (*pack_sums)(const float* x, int head_dim, float* sums);      // over 64 tokens, in order
   void (*pack_maxima)(const float* x, int head_dim, float* maxima);  // of |x|, NaN ignored
   void (*pack_codes)(const PackCodesArgs* args);
-  void (*scan_mean)(const ScanMeanArgs* args);
+  std::int64_t (*scan_plan_bytes)(int n_planes, int group);
+  void (*scan_plan)(const ScanPlanArgs* args);
+  void (*scan_sums)(const ScanSumsArgs* args);
+  void (*scan_base)(const ScanBaseArgs* args);
+  void (*scan_scores)(const ScanScoresArgs* args);
   void (*scan_paper)(const ScanPaperArgs* args);
   void (*score_rows)(const ScoreRowsArgs* args);
   void (*mass_blocks)(const MassBlocksArgs* args);
   void (*top_k)(const TopKArgs* args);
+  void (*rank_blocks)(const RankBlocksArgs* args);
+  // The rank-th largest of n keys; room for kSelectSlack more.
+  std::int32_t (*kth_key)(std::int32_t* keys, std::int64_t n, std::int64_t rank);
   void (*attend_listed)(const AttendChunkArgs* args);
   void (*attend_dense)(const AttendChunkArgs* args);
   std::int64_t (*prefill_scratch)(int rows, int head_dim);
@@ -149,5 +204,8 @@ struct KernelTable {
 const KernelTable* PortableKernels();
 const KernelTable* Avx2Kernels();
 const KernelTable* Avx512Kernels();
+// The same sets with the scan by masked adds, to compare with.
+const KernelTable* Avx2MaskedKernels();
+const KernelTable* Avx512MaskedKernels();
 
 }  // namespace fathom::cpu

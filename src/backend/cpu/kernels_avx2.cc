@@ -7,6 +7,7 @@
 #include "backend/cpu/kernels.h"
 #include "store/layout.h"
 
+#define FATHOM_BYTE_SHUFFLE
 #define FATHOM_INLINE inline __attribute__((always_inline))
 
 namespace fathom::cpu {
@@ -16,8 +17,13 @@ namespace {
 
 #include "backend/cpu/kernels_impl.h"
 
+constexpr KernelTable kTable = MakeTable("avx2", NibblePlanBytes, MakeNibblePlan, NibbleSums);
+constexpr KernelTable kMaskedTable =
+    MakeTable("avx2-masked", MaskedPlanBytes, MakeMaskedPlan, MaskedSums);
+
 }  // namespace
 
 const KernelTable* Avx2Kernels() { return &kTable; }
+const KernelTable* Avx2MaskedKernels() { return &kMaskedTable; }
 
 }  // namespace fathom::cpu

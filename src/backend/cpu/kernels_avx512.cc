@@ -13,6 +13,7 @@
 #include "backend/cpu/kernels.h"
 #include "store/layout.h"
 
+#define FATHOM_BYTE_SHUFFLE
 #define FATHOM_INLINE inline __attribute__((always_inline))
 
 namespace fathom::cpu {
@@ -22,8 +23,13 @@ namespace {
 
 #include "backend/cpu/kernels_impl.h"
 
+constexpr KernelTable kTable = MakeTable("avx512", NibblePlanBytes, MakeNibblePlan, NibbleSums);
+constexpr KernelTable kMaskedTable =
+    MakeTable("avx512-masked", MaskedPlanBytes, MakeMaskedPlan, MaskedSums);
+
 }  // namespace
 
 const KernelTable* Avx512Kernels() { return &kTable; }
+const KernelTable* Avx512MaskedKernels() { return &kMaskedTable; }
 
 }  // namespace fathom::cpu

@@ -14,6 +14,8 @@ namespace {
 
 #include "backend/cpu/kernels_impl.h"
 
+constexpr KernelTable kTable = MakeTable("portable", MaskedPlanBytes, MakeMaskedPlan, MaskedSums);
+
 }  // namespace
 
 const KernelTable* PortableKernels() { return &kTable; }

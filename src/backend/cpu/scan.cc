@@ -1,9 +1,12 @@
 // SPDX-License-Identifier: MIT
 // Scan and exact scores: every score is computed by itself, so tasks are any ranges of tokens.
+#include <omp.h>
+
 #include <algorithm>
 #include <cassert>
 
 #include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/mean_scanner.h"
 #include "backend/cpu/scratch.h"
 
 namespace fathom {
@@ -41,26 +44,28 @@ void ListTasks(const ScanArgs& a, ScanTask* task) {
   }
 }
 
-void RunMean(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task, float* scores) {
+// What one thread needs to turn U of a chunk into scores.
+struct ChunkScratch {
+  std::uint8_t* sums;  // [group][kChunkTokens]
+  std::int32_t* base;  // [group][kScanChunkBlocks]
+};
+
+constexpr std::int64_t kChunkTokens = std::int64_t{cpu::kScanChunkBlocks} * kBlockTokens;
+
+void RunMean(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task,
+             const ChunkScratch& scratch, cpu::MeanScanner* scanner, float* scores) {
   const ScanTable& t = task.head->tables[static_cast<std::size_t>(task.segment->table)];
-  const cpu::ScanMeanArgs args = {task.segment->planes,
-                                  task.segment->side,
-                                  a.segment_blocks,
-                                  a.mean_bits,
-                                  task.first,
-                                  task.count,
-                                  a.group,
-                                  static_cast<std::int32_t>(t.plane.size()),
-                                  static_cast<std::int32_t>(t.channel.size()),
-                                  t.plane.data(),
-                                  t.weight.data(),
-                                  t.channel.data(),
-                                  t.mean_weight.data(),
-                                  t.weight_sum.data(),
-                                  t.scale.data(),
-                                  scores,
-                                  task.head->stride};
-  k.scan_mean(&args);
+  scanner->Run(t, *task.segment, nullptr, task.first, task.count,
+               {scratch.sums, kChunkTokens, scratch.base, cpu::kScanChunkBlocks});
+  for (std::int32_t h = 0; h < a.group; ++h) {
+    const cpu::ScanScoresArgs args = {scratch.sums + h * kChunkTokens,
+                                      scratch.base + std::ptrdiff_t{h} * cpu::kScanChunkBlocks,
+                                      task.count,
+                                      t.shift[static_cast<std::size_t>(h)],
+                                      t.scale[static_cast<std::size_t>(h)],
+                                      scores + h * task.head->stride};
+    k.scan_scores(&args);
+  }
 }
 
 void RunPaper(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task, float* scores) {
@@ -79,18 +84,37 @@ void RunPaper(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task
 void CpuBackend::Scan(const ScanArgs& a) const {
   assert(a.group > 0 && a.group <= kMaxGroup && a.head_dim <= kMaxHeadDim);
   const std::int64_t n = CountTasks(a);
-  auto* tasks = reinterpret_cast<ScanTask*>(
-      cpu::Scratch::Take(cpu::LineBytes<ScanTask>(static_cast<std::size_t>(n))));
+  const int team = Team(n);
+  const auto group = static_cast<std::size_t>(a.group);
+  const std::size_t task_bytes = cpu::LineBytes<ScanTask>(static_cast<std::size_t>(n));
+  std::size_t plan_bytes = 0;
+  for (const ScanHead& head : a.heads) {
+    plan_bytes = std::max(plan_bytes, cpu::MeanScanner::PlanBytes(*kernels_, head.tables, a.group));
+  }
+  const std::size_t sum_bytes = group * static_cast<std::size_t>(kChunkTokens);
+  const std::size_t base_bytes = cpu::LineBytes<std::int32_t>(group * cpu::kScanChunkBlocks);
+  const std::size_t mine_bytes =
+      a.codec == Codec::kMean ? plan_bytes + sum_bytes + base_bytes : std::size_t{0};
+  std::byte* scratch = cpu::Scratch::Take(task_bytes + static_cast<std::size_t>(team) * mine_bytes);
+  auto* tasks = reinterpret_cast<ScanTask*>(scratch);
   ListTasks(a, tasks);
-#pragma omp parallel for schedule(dynamic) num_threads(Team(n)) if (n > 1)
-  for (std::int64_t i = 0; i < n; ++i) {
-    const ScanTask& task = tasks[i];
-    float* scores =
-        task.head->scores + task.token + static_cast<std::int64_t>(task.first) * kBlockTokens;
-    if (a.codec == Codec::kMean) {
-      RunMean(*kernels_, a, task, scores);
-    } else {
-      RunPaper(*kernels_, a, task, scores);
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    std::byte* mine =
+        scratch + task_bytes + static_cast<std::size_t>(omp_get_thread_num()) * mine_bytes;
+    cpu::MeanScanner scanner(*kernels_, {a.group, a.segment_blocks, a.mean_bits}, mine);
+    const ChunkScratch chunk = {reinterpret_cast<std::uint8_t*>(mine + plan_bytes),
+                                reinterpret_cast<std::int32_t*>(mine + plan_bytes + sum_bytes)};
+#pragma omp for schedule(dynamic)
+    for (std::int64_t i = 0; i < n; ++i) {
+      const ScanTask& task = tasks[i];
+      float* scores =
+          task.head->scores + task.token + static_cast<std::int64_t>(task.first) * kBlockTokens;
+      if (a.codec == Codec::kMean) {
+        RunMean(*kernels_, a, task, chunk, &scanner, scores);
+      } else {
+        RunPaper(*kernels_, a, task, scores);
+      }
     }
   }
 }

@@ -3,7 +3,7 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <vector>
+#include <memory>
 
 namespace fathom::cpu {
 
@@ -16,11 +16,17 @@ class Scratch {
   // At least `bytes`, at a cache line, valid until the next call of the same thread.
   // Throws std::bad_alloc.
   static std::byte* Take(std::size_t bytes) {
-    thread_local std::vector<std::byte> buffer;
+    thread_local std::unique_ptr<std::byte[]> buffer;
+    thread_local std::size_t size = 0;
     const std::size_t needed = bytes + kCacheLine;
-    if (buffer.size() < needed) buffer = std::vector<std::byte>(needed + needed / 4);
-    const auto address = reinterpret_cast<std::uintptr_t>(buffer.data());
-    return buffer.data() + (kCacheLine - address % kCacheLine) % kCacheLine;
+    if (size < needed) {
+      size = 0;
+      buffer.reset();  // before the next one is taken; pages are touched by whoever writes them
+      buffer = std::make_unique_for_overwrite<std::byte[]>(needed + needed / 4);
+      size = needed + needed / 4;
+    }
+    const auto address = reinterpret_cast<std::uintptr_t>(buffer.get());
+    return buffer.get() + (kCacheLine - address % kCacheLine) % kCacheLine;
   }
 };
 

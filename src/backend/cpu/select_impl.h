@@ -16,8 +16,14 @@ constexpr int kSampleSize = 1024;
 std::int32_t KthKey(std::int32_t* keys, std::int64_t n, std::int64_t k, std::int32_t low) {
   StoreInt(keys + n, SetInt(INT32_MIN));  // complete the last vector; never counted, see below
   I32 top = SetInt(INT32_MIN);
-  for (std::int64_t i = 0; i < n; i += kLanes) top = MaxInt(top, LoadInt(keys + i));
-  std::int64_t reached = low;
+  I32 bottom = SetInt(INT32_MAX);
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    top = MaxInt(top, LoadInt(keys + i));
+    if (i + kLanes <= n) bottom = MinInt(bottom, LoadInt(keys + i));
+  }
+  std::int32_t least = ReduceMinInt(bottom);
+  for (std::int64_t i = n / kLanes * kLanes; i < n; ++i) least = keys[i] < least ? keys[i] : least;
+  std::int64_t reached = low > least ? low : least;
   std::int64_t missed = static_cast<std::int64_t>(ReduceMaxInt(top)) + 1;
   while (missed - reached > 1) {
     const std::int64_t middle = reached + (missed - reached) / 2;  // above INT32_MIN
@@ -103,4 +109,8 @@ void TopK(const TopKArgs* args) {
     a.winners[n] = a.scratch_index[i];
     n += (key > last || tie) ? 1 : 0;
   }
+}
+
+std::int32_t RankKthKey(std::int32_t* keys, std::int64_t n, std::int64_t rank) {
+  return KthKey(keys, n, rank, INT32_MIN);
 }

@@ -2,10 +2,10 @@
 // The SIMD vocabulary of kernels_impl.h in AVX2, FMA and F16C. See simd_portable.h for what each
 // word means. Included once, inside the anonymous namespace of kernels_avx2.cc.
 
-constexpr char kIsa[] = "avx2";
 constexpr int kLanes = 8;
 constexpr int kLanes16 = 16;
 constexpr int kScanAccumulators = 8;
+constexpr int kByteLanes = 32;
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = 2;
 constexpr int kAttendVectors = 2;
@@ -13,6 +13,7 @@ constexpr int kAttendVectors = 2;
 using F32 = __m256;
 using I32 = __m256i;
 using I16 = __m256i;
+using Bytes = __m256i;
 using Mask16 = __m256i;
 using Mask32 = __m256;
 
@@ -156,9 +157,10 @@ FATHOM_INLINE Mask16 LoadMask16(const unsigned char* bits) {
 FATHOM_INLINE I16 MaskedAdd16(I16 sum, Mask16 mask, I16 x) {
   return _mm256_add_epi16(sum, _mm256_and_si256(mask, x));
 }
-FATHOM_INLINE void ToFloat16(I16 x, F32* out) {
-  out[0] = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_castsi256_si128(x)));
-  out[1] = _mm256_cvtepi32_ps(_mm256_cvtepi16_epi32(_mm256_extracti128_si256(x, 1)));
+FATHOM_INLINE I16 Average16(I16 a, I16 b) { return _mm256_avg_epu16(a, b); }
+FATHOM_INLINE void StoreAsBytes16(std::uint8_t* p, I16 x) {
+  const __m128i bytes = _mm_packus_epi16(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bytes);
 }
 FATHOM_INLINE Mask32 LoadMask32(const unsigned char* word, int piece) {
   const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -180,6 +182,74 @@ FATHOM_INLINE F32 LoadNibbles(const std::uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
   const I32 codes = _mm256_cvtepi8_epi32(_mm_unpacklo_epi8(low, high));
   return _mm256_cvtepi32_ps(_mm256_sub_epi32(codes, _mm256_set1_epi32(8)));
+}
+FATHOM_INLINE F32 LoadByte(const std::uint8_t* p) {
+  return _mm256_cvtepi32_ps(
+      _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+FATHOM_INLINE I32 SubInt(I32 a, I32 b) { return _mm256_sub_epi32(a, b); }
+FATHOM_INLINE I32 ShiftRightInt(I32 x, int n) { return _mm256_sra_epi32(x, _mm_cvtsi32_si128(n)); }
+FATHOM_INLINE I32 ShiftLeft7(I32 x) { return _mm256_slli_epi32(x, 7); }
+FATHOM_INLINE I32 MinInt(I32 a, I32 b) { return _mm256_min_epi32(a, b); }
+FATHOM_INLINE std::int32_t ReduceMinInt(I32 x) {
+  __m128i s = _mm_min_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  s = _mm_min_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+  return _mm_cvtsi128_si32(_mm_min_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+}
+FATHOM_INLINE F32 IntToFloat(I32 x) { return _mm256_cvtepi32_ps(x); }
+FATHOM_INLINE void StoreFirstInts(std::int32_t* p, I32 x, int n) {
+  const I32 lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  _mm256_maskstore_epi32(p, _mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane), x);
+}
+
+FATHOM_INLINE Bytes LoadBytes(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+FATHOM_INLINE void StoreBytes(void* p, Bytes x) {
+  _mm256_storeu_si256(static_cast<__m256i*>(p), x);
+}
+FATHOM_INLINE Bytes ZeroBytes() { return _mm256_setzero_si256(); }
+FATHOM_INLINE Bytes SetByte(int x) { return _mm256_set1_epi8(static_cast<char>(x)); }
+FATHOM_INLINE Bytes LoadTable(const std::uint8_t* p) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+FATHOM_INLINE Bytes Lookup(Bytes table, Bytes index) { return _mm256_shuffle_epi8(table, index); }
+FATHOM_INLINE Bytes LowNibbles(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
+FATHOM_INLINE Bytes HighNibbles(Bytes x) { return LowNibbles(_mm256_srli_epi16(x, 4)); }
+FATHOM_INLINE Bytes AddBytes(Bytes a, Bytes b) { return _mm256_add_epi8(a, b); }
+FATHOM_INLINE Bytes AddSaturated(Bytes a, Bytes b) { return _mm256_adds_epu8(a, b); }
+FATHOM_INLINE Bytes AverageBytes(Bytes a, Bytes b) { return _mm256_avg_epu8(a, b); }
+FATHOM_INLINE std::uint64_t EqualBits(Bytes a, Bytes b) {
+  return static_cast<std::uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(a, b)));
+}
+FATHOM_INLINE I32 DotAdd(I32 acc, Bytes a, Bytes b) {
+  const __m256i pairs = _mm256_maddubs_epi16(a, b);
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+}
+FATHOM_INLINE Bytes UnpackLow8(Bytes a, Bytes b) { return _mm256_unpacklo_epi8(a, b); }
+FATHOM_INLINE Bytes UnpackHigh8(Bytes a, Bytes b) { return _mm256_unpackhi_epi8(a, b); }
+FATHOM_INLINE Bytes UnpackLow16(Bytes a, Bytes b) { return _mm256_unpacklo_epi16(a, b); }
+FATHOM_INLINE Bytes UnpackHigh16(Bytes a, Bytes b) { return _mm256_unpackhi_epi16(a, b); }
+FATHOM_INLINE Bytes UnpackLow32(Bytes a, Bytes b) { return _mm256_unpacklo_epi32(a, b); }
+FATHOM_INLINE Bytes UnpackHigh32(Bytes a, Bytes b) { return _mm256_unpackhi_epi32(a, b); }
+// In every 32-bit element: exchanges the bits of `mask` with those `Distance` above them.
+template <int Distance>
+FATHOM_INLINE Bytes SwapBits(Bytes x, int mask) {
+  const Bytes change = _mm256_and_si256(_mm256_xor_si256(_mm256_srli_epi32(x, Distance), x),
+                                        _mm256_set1_epi32(mask));
+  return _mm256_xor_si256(_mm256_xor_si256(x, change), _mm256_slli_epi32(change, Distance));
+}
+// Lane L of quarter[i] is bytes 16i .. 16i + 15 of the block at out + L * 128; n blocks are stored.
+FATHOM_INLINE void StoreQuarters(const Bytes* quarter, int n, std::uint8_t* out) {
+  for (int i = 0; i < 4; ++i) {
+    auto* p = reinterpret_cast<__m128i*>(out + 16 * i);
+    if (n > 0) _mm_storeu_si128(p, _mm256_castsi256_si128(quarter[i]));
+    if (n > 1) _mm_storeu_si128(p + 8, _mm256_extracti128_si256(quarter[i], 1));
+  }
+}
+FATHOM_INLINE void PrefetchFar(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
 }
 FATHOM_INLINE void Prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);

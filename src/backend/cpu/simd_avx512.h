@@ -2,10 +2,10 @@
 // The SIMD vocabulary of kernels_impl.h in AVX-512 F, BW, DQ, VL. See simd_portable.h for what each
 // word means. Included once, inside the anonymous namespace of kernels_avx512.cc.
 
-constexpr char kIsa[] = "avx512";
 constexpr int kLanes = 16;
 constexpr int kLanes16 = 32;
 constexpr int kScanAccumulators = 16;
+constexpr int kByteLanes = 64;
 constexpr int kTileRows = 6;
 constexpr int kTileVectors = 4;
 constexpr int kAttendVectors = 4;
@@ -13,6 +13,7 @@ constexpr int kAttendVectors = 4;
 using F32 = __m512;
 using I32 = __m512i;
 using I16 = __m512i;
+using Bytes = __m512i;
 using Mask16 = __mmask32;
 using Mask32 = __mmask16;
 
@@ -141,9 +142,9 @@ FATHOM_INLINE I16 MaskedAdd16(I16 sum, Mask16 mask, I16 x) {
   __asm__("vpaddw %2, %0, %0 %{%1%}" : "+v"(sum) : "Yk"(mask), "v"(x));
   return sum;
 }
-FATHOM_INLINE void ToFloat16(I16 x, F32* out) {
-  out[0] = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_castsi512_si256(x)));
-  out[1] = _mm512_cvtepi32_ps(_mm512_cvtepi16_epi32(_mm512_extracti64x4_epi64(x, 1)));
+FATHOM_INLINE I16 Average16(I16 a, I16 b) { return _mm512_avg_epu16(a, b); }
+FATHOM_INLINE void StoreAsBytes16(std::uint8_t* p, I16 x) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi16_epi8(x));
 }
 FATHOM_INLINE Mask32 LoadMask32(const unsigned char* word, int piece) {
   std::uint16_t bits;
@@ -164,6 +165,71 @@ FATHOM_INLINE F32 LoadNibbles(const std::uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), _mm_set1_epi8(15));
   const I32 codes = _mm512_cvtepi8_epi32(_mm_unpacklo_epi8(low, high));
   return _mm512_cvtepi32_ps(_mm512_sub_epi32(codes, _mm512_set1_epi32(8)));
+}
+FATHOM_INLINE F32 LoadByte(const std::uint8_t* p) {
+  return _mm512_cvtepi32_ps(
+      _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
+
+FATHOM_INLINE I32 SubInt(I32 a, I32 b) { return _mm512_sub_epi32(a, b); }
+FATHOM_INLINE I32 ShiftRightInt(I32 x, int n) { return _mm512_sra_epi32(x, _mm_cvtsi32_si128(n)); }
+FATHOM_INLINE I32 ShiftLeft7(I32 x) { return _mm512_slli_epi32(x, 7); }
+FATHOM_INLINE I32 MinInt(I32 a, I32 b) { return _mm512_min_epi32(a, b); }
+FATHOM_INLINE std::int32_t ReduceMinInt(I32 x) { return _mm512_reduce_min_epi32(x); }
+FATHOM_INLINE F32 IntToFloat(I32 x) { return _mm512_cvtepi32_ps(x); }
+FATHOM_INLINE void StoreFirstInts(std::int32_t* p, I32 x, int n) {
+  const unsigned lanes = n >= kLanes ? 0xFFFFu : (1u << n) - 1;
+  _mm512_mask_storeu_epi32(p, static_cast<__mmask16>(lanes), x);
+}
+
+FATHOM_INLINE Bytes LoadBytes(const void* p) { return _mm512_loadu_si512(p); }
+FATHOM_INLINE void StoreBytes(void* p, Bytes x) { _mm512_storeu_si512(p, x); }
+FATHOM_INLINE Bytes ZeroBytes() { return _mm512_setzero_si512(); }
+FATHOM_INLINE Bytes SetByte(int x) { return _mm512_set1_epi8(static_cast<char>(x)); }
+FATHOM_INLINE Bytes LoadTable(const std::uint8_t* p) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+FATHOM_INLINE Bytes Lookup(Bytes table, Bytes index) { return _mm512_shuffle_epi8(table, index); }
+FATHOM_INLINE Bytes LowNibbles(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
+FATHOM_INLINE Bytes HighNibbles(Bytes x) { return LowNibbles(_mm512_srli_epi16(x, 4)); }
+FATHOM_INLINE Bytes AddBytes(Bytes a, Bytes b) { return _mm512_add_epi8(a, b); }
+FATHOM_INLINE Bytes AddSaturated(Bytes a, Bytes b) { return _mm512_adds_epu8(a, b); }
+FATHOM_INLINE Bytes AverageBytes(Bytes a, Bytes b) { return _mm512_avg_epu8(a, b); }
+FATHOM_INLINE std::uint64_t EqualBits(Bytes a, Bytes b) { return _mm512_cmpeq_epi8_mask(a, b); }
+FATHOM_INLINE I32 DotAdd(I32 acc, Bytes a, Bytes b) {
+#ifdef __AVX512VNNI__
+  return _mm512_dpbusd_epi32(acc, a, b);
+#else
+  const __m512i pairs = _mm512_maddubs_epi16(a, b);
+  return _mm512_add_epi32(acc, _mm512_madd_epi16(pairs, _mm512_set1_epi16(1)));
+#endif
+}
+FATHOM_INLINE Bytes UnpackLow8(Bytes a, Bytes b) { return _mm512_unpacklo_epi8(a, b); }
+FATHOM_INLINE Bytes UnpackHigh8(Bytes a, Bytes b) { return _mm512_unpackhi_epi8(a, b); }
+FATHOM_INLINE Bytes UnpackLow16(Bytes a, Bytes b) { return _mm512_unpacklo_epi16(a, b); }
+FATHOM_INLINE Bytes UnpackHigh16(Bytes a, Bytes b) { return _mm512_unpackhi_epi16(a, b); }
+FATHOM_INLINE Bytes UnpackLow32(Bytes a, Bytes b) { return _mm512_unpacklo_epi32(a, b); }
+FATHOM_INLINE Bytes UnpackHigh32(Bytes a, Bytes b) { return _mm512_unpackhi_epi32(a, b); }
+template <int Distance>
+FATHOM_INLINE Bytes SwapBits(Bytes x, int mask) {
+  // 0x28: (a ^ b) & c;  0x96: a ^ b ^ c
+  const Bytes change =
+      _mm512_ternarylogic_epi32(x, _mm512_srli_epi32(x, Distance), _mm512_set1_epi32(mask), 0x28);
+  return _mm512_ternarylogic_epi32(x, change, _mm512_slli_epi32(change, Distance), 0x96);
+}
+FATHOM_INLINE void StoreQuarters(const Bytes* quarter, int n, std::uint8_t* out) {
+  // A 4x4 transpose of lanes gives whole blocks.
+  const Bytes a = _mm512_shuffle_i32x4(quarter[0], quarter[1], 0x44);
+  const Bytes b = _mm512_shuffle_i32x4(quarter[2], quarter[3], 0x44);
+  const Bytes c = _mm512_shuffle_i32x4(quarter[0], quarter[1], 0xEE);
+  const Bytes d = _mm512_shuffle_i32x4(quarter[2], quarter[3], 0xEE);
+  if (n > 0) StoreBytes(out, _mm512_shuffle_i32x4(a, b, 0x88));
+  if (n > 1) StoreBytes(out + 128, _mm512_shuffle_i32x4(a, b, 0xDD));
+  if (n > 2) StoreBytes(out + 256, _mm512_shuffle_i32x4(c, d, 0x88));
+  if (n > 3) StoreBytes(out + 384, _mm512_shuffle_i32x4(c, d, 0xDD));
+}
+FATHOM_INLINE void PrefetchFar(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
 }
 FATHOM_INLINE void Prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);

@@ -3,10 +3,10 @@
 // every 64-bit machine has. Included once, inside the anonymous namespace of kernels_portable.cc.
 // The comments here define the words for all three files.
 
-constexpr char kIsa[] = "portable";
 constexpr int kLanes = 4;             // of F32 and I32
 constexpr int kLanes16 = 8;           // of I16
 constexpr int kScanAccumulators = 8;  // vectors the scans keep in registers
+constexpr int kByteLanes = 16;        // of Bytes
 constexpr int kTileRows = 4;          // micro-tile of prefill: rows ..
 constexpr int kTileVectors = 2;       // .. and vectors; kLanes * kTileVectors divides 64
 constexpr int kAttendVectors = 2;     // vectors of a value row kept for four heads
@@ -17,6 +17,8 @@ typedef std::uint32_t U32 __attribute__((vector_size(16)));
 typedef std::int16_t I16 __attribute__((vector_size(16)));
 typedef std::uint16_t U16x4 __attribute__((vector_size(8)));
 typedef std::int16_t I16x4 __attribute__((vector_size(8)));
+typedef std::uint8_t U8x8 __attribute__((vector_size(8)));
+typedef std::uint8_t Bytes __attribute__((vector_size(16)));
 using Mask16 = I16;  // all bits of a lane set or clear
 using Mask32 = I32;
 
@@ -166,12 +168,12 @@ FATHOM_INLINE Mask16 LoadMask16(const unsigned char* bits) {
   return ((I16{b, b, b, b, b, b, b, b}) & lane) == lane;
 }
 FATHOM_INLINE I16 MaskedAdd16(I16 sum, Mask16 mask, I16 x) { return sum + (mask & x); }
-// out: [2], the lower lanes first.
-FATHOM_INLINE void ToFloat16(I16 x, F32* out) {
-  const I16x4 low = __builtin_shufflevector(x, x, 0, 1, 2, 3);
-  const I16x4 high = __builtin_shufflevector(x, x, 4, 5, 6, 7);
-  out[0] = __builtin_convertvector(low, F32);
-  out[1] = __builtin_convertvector(high, F32);
+// (a + b + 1) / 2 of numbers 0 .. 255.
+FATHOM_INLINE I16 Average16(I16 a, I16 b) { return (a + b + 1) >> 1; }
+// kLanes16 numbers 0 .. 255 as bytes.
+FATHOM_INLINE void StoreAsBytes16(std::uint8_t* p, I16 x) {
+  const U8x8 bytes = __builtin_convertvector(x, U8x8);
+  __builtin_memcpy(p, &bytes, sizeof bytes);
 }
 // Bits piece * kLanes .. of a plane word.
 FATHOM_INLINE Mask32 LoadMask32(const unsigned char* word, int piece) {
@@ -190,5 +192,64 @@ FATHOM_INLINE F32 LoadNibbles(const std::uint8_t* p) {
   F32 x;
   for (int i = 0; i < kLanes; ++i) x[i] = static_cast<float>((p[i / 2] >> (i % 2 * 4) & 15) - 8);
   return x;
+}
+// kLanes unsigned bytes.
+FATHOM_INLINE F32 LoadByte(const std::uint8_t* p) {
+  F32 x;
+  for (int i = 0; i < kLanes; ++i) x[i] = p[i];
+  return x;
+}
+
+FATHOM_INLINE I32 SubInt(I32 a, I32 b) { return (I32)((U32)a - (U32)b); }  // modulo 2^32
+FATHOM_INLINE I32 ShiftRightInt(I32 x, int n) { return x >> n; }           // of signed numbers
+FATHOM_INLINE I32 ShiftLeft7(I32 x) { return (I32)((U32)x << 7); }
+FATHOM_INLINE I32 MinInt(I32 a, I32 b) {
+  const I32 less = a < b;
+  return (less & a) | (~less & b);
+}
+FATHOM_INLINE std::int32_t ReduceMinInt(I32 x) {
+  const std::int32_t a = x[0] < x[2] ? x[0] : x[2];
+  const std::int32_t b = x[1] < x[3] ? x[1] : x[3];
+  return a < b ? a : b;
+}
+FATHOM_INLINE F32 IntToFloat(I32 x) { return __builtin_convertvector(x, F32); }
+FATHOM_INLINE void StoreFirstInts(std::int32_t* p, I32 x, int n) {
+  for (int i = 0; i < n && i < kLanes; ++i) p[i] = x[i];
+}
+
+// Bytes: kByteLanes unsigned bytes, in lanes of 16 where a word says lane.
+FATHOM_INLINE Bytes LoadBytes(const void* p) {
+  Bytes x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+FATHOM_INLINE void StoreBytes(void* p, Bytes x) { __builtin_memcpy(p, &x, sizeof x); }
+FATHOM_INLINE Bytes SetByte(int x) { return Bytes{} + static_cast<std::uint8_t>(x); }
+// 16 bytes in every lane.
+FATHOM_INLINE Bytes LoadTable(const std::uint8_t* p) { return LoadBytes(p); }
+// table[index] in each lane; index: 0 .. 15.
+FATHOM_INLINE Bytes Lookup(Bytes table, Bytes index) {
+  Bytes x{};
+  for (int i = 0; i < kByteLanes; ++i) x[i] = table[index[i]];
+  return x;
+}
+FATHOM_INLINE Bytes LowNibbles(Bytes x) { return x & 15; }
+FATHOM_INLINE Bytes HighNibbles(Bytes x) { return x >> 4; }
+// min(a + b, 255).
+FATHOM_INLINE Bytes AddSaturated(Bytes a, Bytes b) {
+  const Bytes sum = a + b;
+  return sum | (Bytes)(sum < a);
+}
+// Bit i: whether bytes i are equal.
+FATHOM_INLINE std::uint64_t EqualBits(Bytes a, Bytes b) {
+  std::uint64_t bits = 0;
+  for (int i = 0; i < kByteLanes; ++i) bits |= static_cast<std::uint64_t>(a[i] == b[i]) << i;
+  return bits;
+}
+// acc + products a b of bytes 0 .. 128 and 0 .. 127, in any way that makes the lanes together the
+// sum of all kByteLanes products.
+FATHOM_INLINE I32 DotAdd(I32 acc, Bytes a, Bytes b) {
+  for (int i = 0; i < kByteLanes; ++i) acc[i / 4] += a[i] * b[i];
+  return acc;
 }
 FATHOM_INLINE void Prefetch(const void* p) { __builtin_prefetch(p); }

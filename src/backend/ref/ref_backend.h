@@ -19,6 +19,7 @@ class RefBackend : public Backend {
   void Score(const ScoreArgs& args) const override;
   void Mass(const MassArgs& args) const override;
   void Select(const SelectArgs& args) const override;
+  void Rank(const RankArgs& args) const override;
   void Attend(const AttendArgs& args) const override;
   void Prefill(const PrefillArgs& args) const override;
 };

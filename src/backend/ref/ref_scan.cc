@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Approximate and exact scores, and the mass of their blocks.
+#include <array>
 #include <cassert>
 #include <cmath>
 #include <limits>
@@ -23,19 +24,32 @@ int MeanCodeAt(const ScanArgs& a, const SegmentView& s, int channel, int block) 
   return layout::UnpackNibble(row[block / 2], block);
 }
 
+// U of ScanTable: the parts averaged in pairs, rounding up.
+int Average(std::array<int, 8> part, int n) {
+  for (; n > 1; n /= 2) {
+    for (int i = 0; i < n / 2; ++i) part[i] = (part[2 * i] + part[2 * i + 1] + 1) / 2;
+  }
+  return part[0];
+}
+
 float MeanScore(const ScanArgs& a, const SegmentView& s, const ScanTable& t, int h, int block,
                 int token) {
-  std::int64_t planes = 0;
-  for (std::size_t p = 0; p < t.plane.size(); ++p) {
-    const int channel = t.plane[p] / kPlanes;
-    planes += t.weight[p * a.group + h] * Bit(a, s, channel, t.plane[p] % kPlanes, block, token);
+  std::array<int, 8> part{};
+  std::size_t p = 0;
+  for (int r = 0; r < t.n_parts; ++r) {
+    part[r] = t.low[r * a.group + h];
+    for (; p < static_cast<std::size_t>(t.part_end[r]); ++p) {
+      const int channel = t.plane[p] / kPlanes;
+      part[r] += t.weight[p * a.group + h] * Bit(a, s, channel, t.plane[p] % kPlanes, block, token);
+    }
+    assert(part[r] >= 0 && part[r] <= 255);
   }
-  std::int64_t means = 0;
+  std::int64_t total = t.constant[h];
   for (std::size_t c = 0; c < t.channel.size(); ++c) {
-    means += static_cast<std::int64_t>(t.mean_weight[c * a.group + h]) *
+    total += static_cast<std::int64_t>(t.mean_weight[c * a.group + h]) *
              MeanCodeAt(a, s, t.channel[c], block);
   }
-  const std::int64_t total = 16 * (2 * planes - t.weight_sum[h]) + means;
+  total += static_cast<std::int64_t>(Average(part, t.n_parts)) << t.shift[h];
   return static_cast<float>(total) * t.scale[h];
 }
 

@@ -1,0 +1,93 @@
+// SPDX-License-Identifier: MIT
+// Runs the scan kernels of the mean codec over ranges of blocks, for one thread.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "backend/cpu/kernels.h"
+#include "backend/cpu/scratch.h"
+#include "fathom/backend.h"
+
+namespace fathom::cpu {
+
+class MeanScanner {
+ public:
+  struct Shape {
+    std::int32_t group;
+    std::int32_t segment_blocks;
+    std::int32_t mean_bits;
+  };
+  // Where the results of block i and head h go: sums + h * stride + i * 64, base + h * base_stride
+  // + i.
+  struct Out {
+    std::uint8_t* sums;
+    std::int64_t stride;
+    std::int32_t* base;
+    std::int64_t base_stride;
+  };
+
+  // Bytes of `plan` that a scanner of these tables needs.
+  static std::size_t PlanBytes(const KernelTable& kernels, std::span<const ScanTable> tables,
+                               std::int32_t group) {
+    std::int64_t most = 0;
+    for (const ScanTable& t : tables) {
+      most = std::max(most, kernels.scan_plan_bytes(static_cast<int>(t.plane.size()), group));
+    }
+    return LineBytes<std::byte>(static_cast<std::size_t>(most));
+  }
+
+  MeanScanner(const KernelTable& kernels, Shape shape, std::byte* plan)
+      : kernels_(kernels), shape_(shape), plan_(plan) {}
+
+  // Blocks first .. first + count - 1 of a segment, count <= kScanChunkBlocks. `next` is what will
+  // be scanned after it, or null.
+  void Run(const ScanTable& table, const SegmentView& segment, const SegmentView* next,
+           std::int32_t first, std::int32_t count, const Out& out) {
+    Prepare(table);
+    const ScanSumsArgs sums = {plan_,
+                               segment.planes,
+                               next == nullptr ? nullptr : next->planes,
+                               shape_.segment_blocks,
+                               first,
+                               count,
+                               shape_.group,
+                               out.sums,
+                               out.stride};
+    kernels_.scan_sums(&sums);
+    const ScanBaseArgs base = {segment.side,
+                               shape_.segment_blocks,
+                               shape_.mean_bits,
+                               first,
+                               count,
+                               shape_.group,
+                               static_cast<std::int32_t>(table.channel.size()),
+                               table.channel.data(),
+                               table.mean_weight.data(),
+                               table.constant.data(),
+                               out.base,
+                               out.base_stride};
+    kernels_.scan_base(&base);
+  }
+
+ private:
+  // Segments of a session share few tables: the plan of the last one is kept.
+  void Prepare(const ScanTable& table) {
+    if (planned_ == &table) return;
+    const ScanPlanArgs args = {
+        shape_.segment_blocks, shape_.group,       static_cast<std::int32_t>(table.plane.size()),
+        table.n_parts,         table.plane.data(), table.part_end.data(),
+        table.weight.data(),   table.low.data(),   plan_};
+    kernels_.scan_plan(&args);
+    planned_ = &table;
+  }
+
+  const KernelTable& kernels_;
+  const Shape shape_;
+  std::byte* const plan_;
+  const ScanTable* planned_ = nullptr;
+};
+
+}  // namespace fathom::cpu

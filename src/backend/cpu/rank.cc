@@ -1,0 +1,495 @@
+// SPDX-License-Identifier: MIT
+// Rank: scan, winners and rest in one parallel region.
+//
+// Every thread owns the same range of blocks in all phases, so that the bytes U it writes are read
+// again from its own cache; nothing but samples and the keys of candidates crosses to other cores.
+//   1. scan the own range: U of every token, base of every block, samples of the scores
+//   2. per query head: a threshold that a little more than `keep` tokens should reach
+//   3. own range: the keys of the tokens that reach it
+//   4. per query head: the exact score of the last winner, from those keys
+//   5. own range: one bit per token for the winners, and the rest of all others
+//   6. own range: the union of the group, written behind what earlier ranges write
+// The sample decides only how many keys there are: results do not depend on the ranges, that is on
+// the number of threads. Equal scores at the end of the ranking are settled between 5 and 6.
+#include <omp.h>
+
+#include <algorithm>
+#include <bit>
+#include <cassert>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/mean_scanner.h"
+#include "backend/cpu/scratch.h"
+
+namespace fathom {
+namespace {
+
+constexpr std::int64_t kUnitBlocks = 8;  // a cache line of every plane
+constexpr std::int64_t kSample = 1024;
+constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+// An integer of the same order as the score; NaN lowest. The kernels have the same.
+std::int32_t KeyOfScore(float score) {
+  if (std::isnan(score)) return std::numeric_limits<std::int32_t>::min();
+  const auto bits = std::bit_cast<std::int32_t>(score + 0.0f);
+  return bits >= 0 ? bits : bits ^ std::numeric_limits<std::int32_t>::max();
+}
+
+float ScoreOfKey(std::int32_t key) {
+  if (key == std::numeric_limits<std::int32_t>::min()) return kNaN;
+  return std::bit_cast<float>(key >= 0 ? key : key ^ std::numeric_limits<std::int32_t>::max());
+}
+
+constexpr std::int32_t kMostTotal = 1 << 25;  // beyond every T
+
+// The least T whose score is `score` or more.
+std::int32_t LeastTotal(float score, float scale) {
+  if (std::isnan(score) || !(scale > 0)) return score <= 0 ? -kMostTotal : kMostTotal;
+  const auto reaches = [&](std::int32_t t) { return static_cast<float>(t) * scale >= score; };
+  const double exact = static_cast<double>(score) / scale;
+  auto total = static_cast<std::int32_t>(std::clamp<double>(exact, -kMostTotal, kMostTotal));
+  while (total > -kMostTotal && reaches(total - 1)) --total;
+  while (total < kMostTotal && !reaches(total)) ++total;
+  return total;
+}
+
+// Scratch of one query head.
+struct QueryHead {
+  std::uint8_t* sums;      // [n_index]
+  std::int32_t* base;      // [n_blocks]
+  std::uint64_t* winners;  // [n_blocks] bit i for token i; before phase 5, candidates
+  // Keys of candidates; every thread writes its own from where its tokens begin.
+  std::int32_t* key;     // [n_index], room for kSelectSlack more
+  std::int32_t* count;   // [team]
+  std::int32_t* sample;  // [kSample], likewise
+  float threshold;       // NaN: none, all are candidates
+  float last;            // score of the last winner
+  std::int64_t excess;   // tokens of that score too many
+};
+
+// Hands out lines of a block of memory, or only counts them.
+class Carver {
+ public:
+  explicit Carver(std::byte* base) : base_(base) {}
+  template <typename T>
+  T* Take(std::int64_t n) {
+    T* p = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
+    used_ += cpu::LineBytes<T>(Size(n));
+    return p;
+  }
+  std::size_t used() const { return used_; }
+
+ private:
+  std::byte* base_;
+  std::size_t used_ = 0;
+};
+
+class Ranker {
+ public:
+  Ranker(const cpu::KernelTable& kernels, const RankArgs& a, int team)
+      : kernels_(kernels), a_(a), team_(team) {
+    if (a.heads.empty()) return;
+    for (const SegmentView& s : a.heads[0].segments) n_blocks_ += s.n_blocks;
+    units_ = (n_blocks_ + kUnitBlocks - 1) / kUnitBlocks;
+    for (const RankHead& head : a.heads) {
+      plan_bytes_ =
+          std::max(plan_bytes_, cpu::MeanScanner::PlanBytes(kernels, head.tables, a.group));
+    }
+  }
+
+  std::size_t ScratchBytes() {
+    Carver carver(nullptr);
+    Carve(&carver);
+    return carver.used();
+  }
+  void UseScratch(std::byte* scratch) {
+    Carver carver(scratch);
+    Carve(&carver);
+  }
+
+  std::int64_t n_query_heads() const {
+    return a_.group * static_cast<std::int64_t>(a_.heads.size());
+  }
+
+  void ScanRange(int thread) {
+    cpu::MeanScanner scanner(kernels_, {a_.group, a_.segment_blocks, a_.mean_bits},
+                             plans_ + Size(thread) * plan_bytes_);
+    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+      const RankHead& head = a_.heads[Size(kv)];
+      const QueryHead& first = heads_[kv * a_.group];
+      scanner.Run(
+          head.tables[Size(p.segment->table)], *p.segment, p.next, p.first, p.count,
+          {first.sums + p.block * kBlockTokens, sums_stride_, first.base + p.block, base_stride_});
+      if (rank_ > 0) Sample(kv, head.tables[Size(p.segment->table)], p);
+    });
+  }
+
+  void FindThreshold(std::int64_t i) {
+    QueryHead& head = heads_[i];
+    head.threshold = kNaN;
+    if (rank_ == 0) return;
+    const float threshold = ScoreOfKey(kernels_.kth_key(head.sample, kSample, rank_));
+    if (std::isfinite(threshold)) head.threshold = threshold;
+  }
+
+  void CollectRange(int thread) {
+    for (std::int64_t i = 0; i < n_query_heads(); ++i) heads_[i].count[thread] = 0;
+    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+      const ScanTable& table = a_.heads[Size(kv)].tables[Size(p.segment->table)];
+      for (std::int32_t h = 0; h < a_.group; ++h) {
+        const float threshold = heads_[kv * a_.group + h].threshold;
+        const float scale = table.scale[Size(h)];
+        MarkBlocks(kv, h, table, p,
+                   std::isnan(threshold) ? -kMostTotal : LeastTotal(threshold, scale),
+                   /*cut=*/nullptr);
+        ListKeys(kv, h, table, p, thread);
+      }
+    });
+  }
+
+  void FindLast(std::int64_t i) {
+    QueryHead& head = heads_[i];
+    std::int64_t n = JoinKeys(head, i / a_.group);
+    if (n < a_.keep) n = ListAllKeys(i);  // the sample was unlucky
+    const std::int32_t last = kernels_.kth_key(head.key, n, a_.keep);
+    const std::int64_t reach =
+        std::count_if(head.key, head.key + n, [last](std::int32_t key) { return key >= last; });
+    head.last = ScoreOfKey(last);
+    head.excess = reach - a_.keep;
+    if (head.excess > 0) {
+#pragma omp atomic write
+      ties_ = true;
+    }
+    if (a_.exp_scale != 0) a_.heads[Size(i / a_.group)].cut[i % a_.group] = head.last;
+  }
+
+  void MarkRange(int thread) {
+    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+      const ScanTable& table = a_.heads[Size(kv)].tables[Size(p.segment->table)];
+      for (std::int32_t h = 0; h < a_.group; ++h) {
+        const QueryHead& head = heads_[kv * a_.group + h];
+        const std::int32_t least =
+            std::isnan(head.last) ? -kMostTotal : LeastTotal(head.last, table.scale[Size(h)]);
+        MarkBlocks(kv, h, table, p, least, a_.exp_scale == 0 ? nullptr : &head.last);
+      }
+    });
+    if (!ties()) CountRange(thread);
+  }
+
+  bool ties() const {
+    bool any = false;
+#pragma omp atomic read
+    any = ties_;
+    return any;
+  }
+
+  // Of the tokens with the last winner's score, the latest ones are no winners.
+  void DropTies(std::int64_t i) {
+    QueryHead& head = heads_[i];
+    const RankHead& out = a_.heads[Size(i / a_.group)];
+    const auto h = static_cast<std::int32_t>(i % a_.group);
+    const std::int32_t last = KeyOfScore(head.last);
+    std::int64_t end = n_blocks_;
+    for (auto s = out.segments.rbegin(); s != out.segments.rend() && head.excess > 0; ++s) {
+      const ScanTable& table = out.tables[Size(s->table)];
+      const std::int64_t begin = end - s->n_blocks;
+      for (std::int64_t b = end - 1; b >= begin && head.excess > 0; --b) {
+        for (std::uint64_t bits = head.winners[b]; bits != 0 && head.excess > 0;) {
+          const int token = 63 - std::countl_zero(bits);
+          bits ^= std::uint64_t{1} << token;
+          if (KeyOfScore(ScoreAt(head, table, h, b * kBlockTokens + token)) != last) continue;
+          head.winners[b] ^= std::uint64_t{1} << token;
+          if (a_.exp_scale != 0) out.rest[h * n_blocks_ + b] += 1.0f;
+          --head.excess;
+        }
+      }
+      end = begin;
+    }
+  }
+
+  // Winners of the union in the range of a thread.
+  void CountRange(int thread) {
+    for (std::size_t kv = 0; kv < a_.heads.size(); ++kv) UnionCount(kv, thread) = 0;
+    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+      std::int64_t n = 0;
+      for (std::int64_t b = p.block; b < p.block + p.count; ++b) n += std::popcount(AnyHead(kv, b));
+      UnionCount(Size(kv), thread) += n;
+    });
+  }
+
+  void WriteUnion(int thread) {
+    std::int64_t at = 0;
+    std::int64_t current = -1;
+    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+      if (kv != current) {
+        current = kv;
+        at = a_.first;
+        for (int t = 0; t < thread; ++t) at += UnionCount(Size(kv), t);
+      }
+      const RankHead& out = a_.heads[Size(kv)];
+      for (std::int64_t b = p.block; b < p.block + p.count; ++b) {
+        for (std::uint64_t bits = AnyHead(kv, b); bits != 0; bits &= bits - 1) {
+          const int token = std::countr_zero(bits);
+          unsigned mask = 0;
+          for (std::int32_t h = 0; h < a_.group; ++h) {
+            mask |= static_cast<unsigned>(heads_[kv * a_.group + h].winners[b] >> token & 1) << h;
+          }
+          out.tokens[at] = static_cast<std::int32_t>(b * kBlockTokens + token);
+          out.mask[at++] = static_cast<std::uint16_t>(mask);
+        }
+      }
+    });
+  }
+
+  // The tokens that are always attended, around the winners.
+  void WriteAlways(std::int64_t kv) {
+    const RankHead& out = a_.heads[Size(kv)];
+    const auto everyone = static_cast<std::uint16_t>((1u << a_.group) - 1);
+    std::int64_t at = 0;
+    const auto add = [&](std::int64_t from, std::int64_t to) {
+      for (std::int64_t i = from; i < to; ++i) {
+        out.tokens[at] = static_cast<std::int32_t>(i);
+        out.mask[at++] = everyone;
+      }
+    };
+    add(0, a_.first);
+    for (int t = 0; t < team_; ++t) at += UnionCount(Size(kv), t);
+    add(a_.last, a_.n_tokens);
+    *out.n_attended = at;
+  }
+
+ private:
+  // Consecutive blocks of one segment.
+  struct Piece {
+    const SegmentView* segment;
+    const SegmentView* next;
+    std::int64_t block;  // of the head
+    std::int32_t first;  // of the segment
+    std::int32_t count;
+  };
+
+  void Carve(Carver* carver) {
+    const std::int64_t n = n_query_heads();
+    const std::int64_t n_index = n_blocks_ * kBlockTokens;
+    sums_stride_ = n_index;
+    base_stride_ = static_cast<std::int64_t>(cpu::LineBytes<std::int32_t>(Size(n_blocks_)) /
+                                             sizeof(std::int32_t));
+    heads_ = carver->Take<QueryHead>(n);
+    plans_ = carver->Take<std::byte>(static_cast<std::int64_t>(plan_bytes_) * team_);
+    union_ = carver->Take<std::int64_t>(static_cast<std::int64_t>(a_.heads.size()) * team_);
+    auto* sums = carver->Take<std::uint8_t>(n * sums_stride_);
+    auto* base = carver->Take<std::int32_t>(n * base_stride_);
+    for (std::int64_t i = 0; i < n; ++i) {
+      QueryHead head = {};
+      head.winners = carver->Take<std::uint64_t>(n_blocks_);
+      head.key = carver->Take<std::int32_t>(n_index + cpu::kSelectSlack);
+      head.count = carver->Take<std::int32_t>(team_);
+      head.sample = carver->Take<std::int32_t>(kSample + cpu::kSelectSlack);
+      if (heads_ == nullptr) continue;
+      head.sums = sums + i * sums_stride_;
+      head.base = base + i * base_stride_;
+      heads_[i] = head;
+    }
+    rank_ = SampleRank();
+  }
+
+  // Of the sample, how many should be candidates, so that `keep` tokens nearly always are; 0 when a
+  // sample would not leave most tokens out.
+  std::int64_t SampleRank() const {
+    const std::int64_t n = a_.last - a_.first;
+    if (n < kSample) return 0;
+    const double expected = static_cast<double>(a_.keep * kSample) / static_cast<double>(n);
+    const auto rank = static_cast<std::int64_t>(expected + 3 * std::sqrt(expected)) + 4;
+    return rank <= kSample * 3 / 4 ? rank : 0;
+  }
+
+  // fn(kv, piece) for the blocks of a thread, in order.
+  template <typename Fn>
+  void ForRange(int thread, const Fn& fn) const {
+    const std::int64_t all = units_ * static_cast<std::int64_t>(a_.heads.size());
+    const std::int64_t begin = all * thread / team_;
+    const std::int64_t end = all * (thread + 1) / team_;
+    for (std::int64_t kv = begin / std::max<std::int64_t>(units_, 1); kv * units_ < end; ++kv) {
+      const std::int64_t from = std::max(begin - kv * units_, std::int64_t{0}) * kUnitBlocks;
+      const std::int64_t to = std::min((end - kv * units_) * kUnitBlocks, n_blocks_);
+      const auto segments = a_.heads[Size(kv)].segments;
+      std::int64_t at = 0;  // first block of the segment
+      for (std::size_t s = 0; s < segments.size() && at < to; at += segments[s].n_blocks, ++s) {
+        const std::int64_t last = std::min<std::int64_t>(to - at, segments[s].n_blocks);
+        const bool more = at + segments[s].n_blocks < to && s + 1 < segments.size();
+        std::int64_t b = std::max<std::int64_t>(from - at, 0);
+        // Kernels take an even first block.
+        for (; b < last; b += cpu::kScanChunkBlocks) {
+          const auto count = std::min<std::int64_t>(last - b, cpu::kScanChunkBlocks);
+          fn(kv, Piece{&segments[s], more ? &segments[s + 1] : nullptr, at + b,
+                       static_cast<std::int32_t>(b), static_cast<std::int32_t>(count)});
+        }
+      }
+    }
+  }
+
+  std::int64_t RangeBegin(int thread, std::int64_t kv) const {
+    const std::int64_t all = units_ * static_cast<std::int64_t>(a_.heads.size());
+    const std::int64_t unit =
+        std::clamp<std::int64_t>(all * thread / team_ - kv * units_, 0, units_);
+    return std::min(unit * kUnitBlocks, n_blocks_) * kBlockTokens;
+  }
+
+  float ScoreAt(const QueryHead& head, const ScanTable& table, std::int32_t h,
+                std::int64_t token) const {
+    const std::int32_t total =
+        (head.sums[token] << table.shift[Size(h)]) + head.base[token / kBlockTokens];
+    return static_cast<float>(total) * table.scale[Size(h)];
+  }
+
+  // One token from each of kSample equal ranges, at a scattered place so that no period of the
+  // scores can hide from it.
+  void Sample(std::int64_t kv, const ScanTable& table, const Piece& p) const {
+    const std::int64_t range = (a_.last - a_.first) / kSample;
+    const std::int64_t begin = p.block * kBlockTokens;
+    const std::int64_t end = begin + std::int64_t{p.count} * kBlockTokens;
+    for (std::int64_t i = std::max<std::int64_t>((begin - a_.first) / range - 1, 0); i < kSample;
+         ++i) {
+      const std::uint32_t scatter = (static_cast<std::uint32_t>(i) * 2654435769u) >> 16;
+      const std::int64_t token = a_.first + i * range + (scatter * range >> 16);
+      if (token < begin) continue;
+      if (token >= end) return;
+      for (std::int32_t h = 0; h < a_.group; ++h) {
+        const QueryHead& head = heads_[kv * a_.group + h];
+        head.sample[i] = KeyOfScore(ScoreAt(head, table, h, token));
+      }
+    }
+  }
+
+  // Bits of the tokens of a piece with T >= least; with a cut, the rest of the others too.
+  void MarkBlocks(std::int64_t kv, std::int32_t h, const ScanTable& table, const Piece& p,
+                  std::int32_t least, const float* cut) const {
+    const QueryHead& head = heads_[kv * a_.group + h];
+    const float scale = table.scale[Size(h)];
+    const std::int64_t begin = p.block * kBlockTokens;
+    float* rest = cut == nullptr ? nullptr : a_.heads[Size(kv)].rest + h * n_blocks_ + p.block;
+    const bool weigh = cut != nullptr && std::isfinite(*cut) && scale > 0;
+    if (rest != nullptr && !weigh) std::fill_n(rest, p.count, kNaN);
+    const cpu::RankBlocksArgs args = {head.sums + begin,
+                                      head.base + p.block,
+                                      p.count,
+                                      a_.first - begin,
+                                      a_.last - begin,
+                                      table.shift[Size(h)],
+                                      least,
+                                      head.winners + p.block,
+                                      weigh ? a_.exp_scale * scale : 0.0f,
+                                      weigh ? *cut / scale : 0.0f,
+                                      rest};
+    kernels_.rank_blocks(&args);
+  }
+
+  // The keys of a piece's candidates, behind those the thread has.
+  void ListKeys(std::int64_t kv, std::int32_t h, const ScanTable& table, const Piece& p,
+                int thread) const {
+    const QueryHead& head = heads_[kv * a_.group + h];
+    std::int32_t* key = head.key + RangeBegin(thread, kv) + head.count[thread];
+    const std::int32_t* start = key;
+    for (std::int64_t b = p.block; b < p.block + p.count; ++b) {
+      for (std::uint64_t bits = head.winners[b]; bits != 0; bits &= bits - 1) {
+        *key++ = KeyOfScore(ScoreAt(head, table, h, b * kBlockTokens + std::countr_zero(bits)));
+      }
+    }
+    head.count[thread] += static_cast<std::int32_t>(key - start);
+  }
+
+  // Moves the keys of all threads together; returns how many there are.
+  std::int64_t JoinKeys(const QueryHead& head, std::int64_t kv) const {
+    std::int64_t n = 0;
+    for (int thread = 0; thread < team_; ++thread) {
+      const std::int64_t from = RangeBegin(thread, kv);
+      const std::size_t bytes = Size(head.count[thread]) * sizeof(std::int32_t);
+      if (from != n && bytes > 0) std::memmove(head.key + n, head.key + from, bytes);
+      n += head.count[thread];
+    }
+    return n;
+  }
+
+  std::int64_t ListAllKeys(std::int64_t i) const {
+    const QueryHead& head = heads_[i];
+    const RankHead& kv = a_.heads[Size(i / a_.group)];
+    const auto h = static_cast<std::int32_t>(i % a_.group);
+    std::int64_t token = 0, n = 0;
+    for (const SegmentView& s : kv.segments) {
+      const ScanTable& table = kv.tables[Size(s.table)];
+      for (const std::int64_t end = token + s.n_blocks * std::int64_t{kBlockTokens}; token < end;
+           ++token) {
+        if (token < a_.first || token >= a_.last) continue;
+        head.key[n++] = KeyOfScore(ScoreAt(head, table, h, token));
+      }
+    }
+    return n;
+  }
+
+  std::uint64_t AnyHead(std::int64_t kv, std::int64_t block) const {
+    std::uint64_t any = 0;
+    for (std::int32_t h = 0; h < a_.group; ++h) any |= heads_[kv * a_.group + h].winners[block];
+    return any;
+  }
+
+  std::int64_t& UnionCount(std::size_t kv, int thread) {
+    return union_[kv * static_cast<std::size_t>(team_) + static_cast<std::size_t>(thread)];
+  }
+
+  const cpu::KernelTable& kernels_;
+  const RankArgs& a_;
+  const int team_;
+  std::int64_t n_blocks_ = 0;
+  std::int64_t units_ = 0;
+  std::size_t plan_bytes_ = 0;
+  std::int64_t rank_ = 0;          // of the threshold in the sample
+  QueryHead* heads_ = nullptr;     // [n_query_heads]
+  std::byte* plans_ = nullptr;     // [team][plan_bytes]
+  std::int64_t* union_ = nullptr;  // [heads][team] winners of the union in each range
+  bool ties_ = false;
+  std::int64_t sums_stride_ = 0;
+  std::int64_t base_stride_ = 0;
+};
+
+}  // namespace
+
+void CpuBackend::Rank(const RankArgs& a) const {
+  assert(a.group > 0 && a.group <= kMaxGroup && a.head_dim <= kMaxHeadDim);
+  assert(a.keep >= 1 && a.first >= 0 && a.first + a.keep <= a.last && a.last <= a.n_tokens);
+  const int team = Team(static_cast<std::int64_t>(a.heads.size()) * 2);
+  Ranker ranker(*kernels_, a, team);
+  ranker.UseScratch(cpu::Scratch::Take(ranker.ScratchBytes()));
+  const std::int64_t n_query_heads = ranker.n_query_heads();
+#pragma omp parallel num_threads(team) if (team > 1)
+  {
+    const int thread = omp_get_thread_num();
+    ranker.ScanRange(thread);
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (std::int64_t i = 0; i < n_query_heads; ++i) ranker.FindThreshold(i);
+    ranker.CollectRange(thread);
+#pragma omp barrier
+#pragma omp for schedule(static)
+    for (std::int64_t i = 0; i < n_query_heads; ++i) ranker.FindLast(i);
+    ranker.MarkRange(thread);
+#pragma omp barrier
+    if (ranker.ties()) {
+#pragma omp for schedule(static)
+      for (std::int64_t i = 0; i < n_query_heads; ++i) ranker.DropTies(i);
+      ranker.CountRange(thread);
+#pragma omp barrier
+    }
+    ranker.WriteUnion(thread);
+#pragma omp for schedule(static) nowait
+    for (std::int64_t i = 0; i < static_cast<std::int64_t>(a.heads.size()); ++i) {
+      ranker.WriteAlways(i);
+    }
+  }
+}
+
+}  // namespace fathom
