@@ -75,9 +75,14 @@ class BackendRank : public BackendTest {
     std::vector<std::int64_t> n(kHeads, -1);
     std::vector<RankHead> heads(kHeads);
     for (std::size_t h = 0; h < kHeads; ++h) {
-      heads[h] = {d.index[h].views,        d.tables[h], r.tokens[h].data(),
-                  r.mask[h].data(),        &n[h],       rest.data() + h * group * n_blocks,
-                  r.cut.data() + h * group};
+      heads[h].segments = d.index[h].views;
+      heads[h].tables = d.tables[h];
+      heads[h].tokens = r.tokens[h].data();
+      heads[h].mask = r.mask[h].data();
+      heads[h].n_attended = &n[h];
+      heads[h].rest = rest.data() + h * group * n_blocks;
+      heads[h].rest_stride = static_cast<std::int64_t>(n_blocks);
+      heads[h].cut = r.cut.data() + h * group;
     }
     backend.Rank({c.index.head_dim, c.group, c.index.segment_blocks, c.index.mean_bits, c.first,
                   d.n_index - c.window, n_tokens, c.keep, exp_scale, heads});
@@ -153,6 +158,11 @@ TEST_P(BackendRank, EdgesOfTheRange) {
              .keep = 20});
     }
   }
+  // The index is ahead of the tokens that are visible.
+  Check({.index = {.head_dim = 16, .segment_blocks = 8, .blocks = {6}},
+         .window = 100,
+         .tail = -70,
+         .keep = 20});
   // All candidates win.
   Check({.index = {.head_dim = 16, .segment_blocks = 8, .blocks = {2}}, .keep = 128 - kAlwaysKept});
 }

@@ -379,11 +379,30 @@ TEST(ResidualMass, NoiseBringsItNearerToTheTruth) {
       with += std::fabs(std::log(mass) - truth) / 4;
     }
   };
-  const auto method = session.Make("fathom:bits=10,residual=mean,k=100,min=0");
+  const auto method = session.Make("fathom:bits=10,store=paper,residual=mean,k=100,min=0");
   method->BuildIndex(kN);
   ASSERT_EQ(calls, 1);
   EXPECT_GT(without, 0.2) << "the plan has to be coarse";
   EXPECT_LT(with, 0.3 * without);
+}
+
+// The one pass of Backend::Rank and the ops it replaces come to the same attention.
+TEST(ResidualMass, OfOnePassIsThatOfScores) {
+  for (const char* rule : {"mean", "block"}) {
+    LayeredSession session(1, {8, 2, 64}, 3000, 31);
+    session.AddRecent({2900, 2950}, 32);
+    session.Write();
+    const std::string spec = std::string("fathom:bits=20,k=200,min=0,residual=") + rule;
+    const Calibration calibration = session.WithFactor(spec, 1);
+    const auto method = session.Make(spec, &calibration);
+    for (const double size : {0.5, 2.0, 6.0}) {
+      const auto q = session.Query(33, size);
+      session.spy.compose_rank = false;
+      const auto one_pass = session.Attend(*method, q);
+      session.spy.compose_rank = true;
+      EXPECT_TRUE(Near(one_pass, session.Attend(*method, q), 0.005)) << rule << " " << size;
+    }
+  }
 }
 
 // --- estimates that are no numbers
@@ -428,7 +447,8 @@ TEST(ResidualNumbers, MassesNearTheLargestFloatDoNoHarm) {
     large += mass > 1e35 && mass < 3.4e38 ? 1 : 0;
   };
   // One bit: nearly all the spread of the scores is noise, and half its variance goes into exp.
-  const auto method = session.Make("fathom:bits=1,plan=measured,residual=mean,k=100,min=0");
+  const auto method =
+      session.Make("fathom:bits=1,store=paper,plan=measured,residual=mean,k=100,min=0");
   for (int eighths = 80; eighths < 176; ++eighths) {
     const double size = eighths / 8.0;
     for (const float x : session.Attend(*method, session.Query(25, size))) {

@@ -197,12 +197,14 @@ struct RankHead {
   std::uint16_t* mask = nullptr;
   std::int64_t* n_attended = nullptr;
   // Out, where exp_scale is not 0.
-  float* rest = nullptr;  // [group][n_index / 64]
-  float* cut = nullptr;   // [group]
+  float* rest = nullptr;  // [group][rest_stride], of which n_index / 64 are written
+  std::int64_t rest_stride = 0;
+  float* cut = nullptr;  // [group]
 };
 
 // Candidates are tokens [first, last) as in SelectArgs, with 0 <= first, first + keep <= last and
-// keep >= 1; last <= n_index, the tokens of the segments, and n_index <= n_tokens.
+// keep >= 1; last <= n_tokens, and last <= n_index, the tokens of the segments. Segments may hold
+// tokens beyond n_tokens, which are left out.
 struct RankArgs {
   std::int32_t head_dim = 0;
   std::int32_t group = 0;

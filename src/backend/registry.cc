@@ -41,6 +41,8 @@ constexpr std::array kTable = {
     BackendEntry{"cpu/avx2", "CPU kernels for AVX2, FMA and F16C", ProbeCpuAvx2, MakeCpuAvx2},
     BackendEntry{"cpu/avx512", "CPU kernels for AVX-512 F, BW, DQ and VL", ProbeCpuAvx512,
                  MakeCpuAvx512},
+    BackendEntry{"cpu/avx512vbmi", "CPU kernels for AVX-512 with VBMI, VNNI and GFNI",
+                 ProbeCpuAvx512Vbmi, MakeCpuAvx512Vbmi},
 };
 
 bool IsCpu(std::string_view name) { return name.substr(0, 4) == "cpu/"; }

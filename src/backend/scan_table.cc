@@ -30,9 +30,9 @@ const float* Decoder(const ScanTableInput& in, int channel, int depth) {
 std::int64_t Rounded(double x) { return static_cast<std::int64_t>(x + std::copysign(0.5, x)); }
 
 int PartsFor(std::size_t n_planes) {
-  if (n_planes <= 32) return 1;
-  if (n_planes <= 96) return 2;
-  return n_planes <= 256 ? 4 : kMostParts;
+  if (n_planes <= 12) return 1;
+  if (n_planes <= 48) return 2;
+  return n_planes <= 128 ? 4 : kMostParts;
 }
 
 // Which planes and channels are read; the same for all heads of the group.

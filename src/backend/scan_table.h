@@ -18,7 +18,7 @@ struct ScanTableInput {
   const float* weight = nullptr;        // [D][4][4] decoder: weight[t-1][p] of bipolar bit p
 };
 
-// Fills *table, reusing its capacity. Up to 32 planes make one part, up to 96 two, up to 256 four,
+// Fills *table, reusing its capacity. Up to 12 planes make one part, up to 48 two, up to 128 four,
 // more eight: the more planes share a byte, the coarser each weight is rounded. Plane p of the c-th
 // channel that is read goes to part (c + p) mod n_parts. Per head, in double precision:
 //   S: the largest found, from 255 / max_r sum over part r of |q w| down, for which the rounded

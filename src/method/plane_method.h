@@ -36,6 +36,11 @@ class PlaneMethod : public SparseMethod {
 
   double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index, const float* q,
                     const LayerScores& out) override;
+  bool ranks() const override {
+    return index_.shape().codec == Codec::kMean && group_rule() == GroupRule::kPerHead;
+  }
+  double PlanRank(std::int32_t layer, const float* q, const LayerScores& out, RankArgs* args,
+                  std::span<RankHead> heads) override;
   void BuildAll(std::int64_t n_tokens) override { index_.BuildAll(n_tokens); }
   void ExtendIndex(std::int32_t layer, std::int64_t n_tokens) override {
     index_.Extend(layer, n_tokens);
@@ -46,6 +51,9 @@ class PlaneMethod : public SparseMethod {
   LayerIndex& index() { return index_; }
 
  private:
+  // reads_, offsets and noise of every KV head; returns the read bits.
+  double PlanHeads(std::int32_t layer, const float* q, const LayerScores& out);
+
   LayerIndex index_;
   std::vector<HeadRead> reads_;  // [n_kv_heads]
   std::vector<ScanHead> scan_;   // [n_kv_heads]

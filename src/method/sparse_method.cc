@@ -146,12 +146,16 @@ LayerScores SparseMethod::ScoreBuffers() {
 
 void SparseMethod::SelectStep(const Step& step, const float* q, double* bits) {
   const std::size_t n_heads = Size(geometry().n_heads);
+  offset_.assign(n_heads, 0.0F);
+  noise_.assign(n_heads, 0.0F);
+  if (ranks()) {
+    *bits = Rank(step, q);
+    return;
+  }
   const std::int64_t indexed = max_tokens_ / kBlockTokens * kBlockTokens;
   if (scores_.size() < n_heads * Size(indexed)) {
     scores_.resize(n_heads * Size(indexed + indexed / 4));
   }
-  offset_.assign(n_heads, 0.0F);
-  noise_.assign(n_heads, 0.0F);
   *bits = ScoreLayer(step.layer, step.n_tokens, step.n_index, q, ScoreBuffers());
   if (group_rule() != GroupRule::kPerHead) Share(step);
   Select(step);
@@ -189,6 +193,53 @@ void SparseMethod::Share(const Step& step) {
   }
 }
 
+// group: lists of winners of a KV head.
+void SparseMethod::ReserveLists(const Step& step, std::size_t group) {
+  const std::size_t n_kv = Size(geometry().n_kv_heads);
+  const std::size_t always = Size(step.n_tokens - step.last + kSinks);
+  capacity_ = always + std::min(group * Size(step.keep), Size(step.last - kSinks));
+  if (tokens_.size() < n_kv * capacity_) {
+    tokens_.resize(n_kv * (capacity_ + kBlockTokens));
+    mask_.resize(tokens_.size());
+  }
+}
+
+// Selection and the mass of the rest in one go; returns the read bits.
+double SparseMethod::Rank(const Step& step, const float* q) {
+  const HeadGeometry& heads = geometry();
+  const std::size_t group = Size(heads.group());
+  ReserveLists(step, group);
+  auto& rank = HeadScratch<RankHead>(Size(heads.n_kv_heads));
+  RankArgs args;
+  const double bits =
+      PlanRank(step.layer, q, {nullptr, 0, offset_.data(), noise_.data()}, &args, rank);
+  left_stride_ = 0;
+  for (const SegmentView& segment : rank[0].segments) left_stride_ += segment.n_blocks;
+  const bool rest = config_.residual != ResidualRule::kOff;
+  if (rest) {
+    Grow(&left_, Size(heads.n_heads) * Size(left_stride_));
+    cut_.resize(Size(heads.n_heads));
+  }
+  for (std::size_t h = 0; h < rank.size(); ++h) {
+    rank[h].tokens = tokens_.data() + h * capacity_;
+    rank[h].mask = mask_.data() + h * capacity_;
+    rank[h].n_attended = &attended_[h];
+    rank[h].rest = rest ? left_.data() + h * group * Size(left_stride_) : nullptr;
+    rank[h].rest_stride = left_stride_;
+    rank[h].cut = rest ? cut_.data() + h * group : nullptr;
+  }
+  args.head_dim = heads.head_dim;
+  args.group = heads.group();
+  args.first = kSinks;
+  args.last = step.last;
+  args.n_tokens = step.n_tokens;
+  args.keep = step.keep;
+  args.exp_scale = rest ? scale() : 0;
+  args.heads = rank;
+  context_.backend->Rank(args);
+  return bits;
+}
+
 void SparseMethod::Select(const Step& step) {
   const HeadGeometry& heads = geometry();
   const std::size_t n_kv = Size(heads.n_kv_heads);
@@ -197,14 +248,8 @@ void SparseMethod::Select(const Step& step) {
   const std::size_t keep = Size(step.keep);
   const std::vector<float>& scores = one_set ? shared_ : scores_;
   const std::size_t stride = scores_.size() / Size(heads.n_heads);
-  const std::size_t always = Size(step.n_tokens - step.last + kSinks);
-  capacity_ = always + std::min(group * keep, Size(step.last - kSinks));
-
+  ReserveLists(step, group);
   Grow(&winners_, n_kv * group * keep);
-  if (tokens_.size() < n_kv * capacity_) {
-    tokens_.resize(n_kv * (capacity_ + kBlockTokens));
-    mask_.resize(tokens_.size());
-  }
   auto& select = HeadScratch<SelectHead>(n_kv);
   for (std::size_t h = 0; h < n_kv; ++h) {
     select[h] = {scores.data() + h * group * stride, static_cast<std::int64_t>(stride),
@@ -240,16 +285,38 @@ void SparseMethod::AttendSelected(const Step& step, const float* q, float* out) 
 // rest_ and rest_mass_: the values of the tokens that a head did not attend, by their estimated
 // mass, in units of what it did attend (its sum of exp). Spoils the scores of attended tokens.
 void SparseMethod::MeasureRest(const Step& step, const float* q) {
+  const std::size_t n_heads = Size(geometry().n_heads);
+  const std::size_t n_blocks = Size(step.n_index / kBlockTokens);
+  Grow(&mass_, n_heads * n_blocks);
+  rest_.resize(n_heads * Size(geometry().head_dim));
+  rest_mass_.resize(n_heads);
+  ranks() ? MassOfRank(step) : MassOfScores(step, q);
+  for (std::size_t h = 0; h < n_heads; ++h) {
+    const float* blocks = mass_.data() + h * n_blocks;
+    rest_mass_[h] = static_cast<float>(std::accumulate(blocks, blocks + n_blocks, 0.0));
+  }
+  WeighRest(step, n_blocks);
+}
+
+void SparseMethod::MassOfRank(const Step& step) {
+  const std::size_t n_blocks = Size(step.n_index / kBlockTokens);
+  const double s = scale();
+  for (std::size_t h = 0; h < lse_.size(); ++h) {
+    const double top = s * (static_cast<double>(cut_[h]) + offset_[h]) + s * s * noise_[h] / 2;
+    const auto factor = static_cast<float>(std::exp(std::min(top - lse_[h], 88.0)));
+    const float* left = left_.data() + h * Size(left_stride_);
+    std::transform(left, left + n_blocks, mass_.data() + h * n_blocks,
+                   [factor](float mass) { return mass * factor; });
+  }
+}
+
+void SparseMethod::MassOfScores(const Step& step, const float* q) {
   const HeadGeometry& heads = geometry();
   const std::size_t n_heads = Size(heads.n_heads);
   const std::size_t group = Size(heads.group());
   const std::size_t stride = scores_.size() / n_heads;
   const std::size_t n_blocks = Size(step.n_index / kBlockTokens);
-  const std::size_t dim = Size(heads.head_dim);
-  Grow(&mass_, n_heads * n_blocks);
   shift_.resize(n_heads);
-  rest_.resize(n_heads * dim);
-  rest_mass_.resize(n_heads);
   SelectedLse(step.layer, step.n_tokens, q, ScoreBuffers(), lse_);
   for (std::size_t h = 0; h < n_heads; ++h) {
     shift_[h] = lse_[h] - offset_[h] * scale() - noise_[h] * scale() * scale() / 2;
@@ -265,11 +332,6 @@ void SparseMethod::MeasureRest(const Step& step, const float* q) {
                 attended_[kv]};
   }
   context_.backend->Mass({heads.group(), static_cast<std::int64_t>(n_blocks), scale(), mass});
-  for (std::size_t h = 0; h < n_heads; ++h) {
-    const float* blocks = mass_.data() + h * n_blocks;
-    rest_mass_[h] = static_cast<float>(std::accumulate(blocks, blocks + n_blocks, 0.0));
-  }
-  WeighRest(step, n_blocks);
 }
 
 // rest_ out of mass_ and the mean values, which it brings up to date.

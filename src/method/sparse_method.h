@@ -73,6 +73,16 @@ class SparseMethod : public Method {
   virtual double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index,
                             const float* q, const LayerScores& out) = 0;
 
+  // True where the backend ranks the method's index by itself (Backend::Rank): then PlanRank is
+  // called in place of ScoreLayer, and no scores are written. Not with a group rule of its own.
+  virtual bool ranks() const { return false; }
+  // Sets segments and tables of every KV head, segment_blocks and mean_bits, offsets and noise;
+  // returns the read bits as ScoreLayer does.
+  virtual double PlanRank(std::int32_t /*layer*/, const float* /*q*/, const LayerScores& /*out*/,
+                          RankArgs* /*args*/, std::span<RankHead> /*heads*/) {
+    return 0;
+  }
+
   // The index, for methods that have one. ExtendIndex makes it where there is none.
   virtual void BuildAll(std::int64_t /*n_tokens*/) {}
   virtual void ExtendIndex(std::int32_t /*layer*/, std::int64_t /*n_tokens*/) {}
@@ -117,9 +127,13 @@ class SparseMethod : public Method {
   void SelectStep(const Step& step, const float* q, double* bits);
   void Share(const Step& step);
   void Select(const Step& step);
+  double Rank(const Step& step, const float* q);
+  void ReserveLists(const Step& step, std::size_t group);
   void AttendSelected(const Step& step, const float* q, float* out);
   LayerScores ScoreBuffers();
   void MeasureRest(const Step& step, const float* q);
+  void MassOfScores(const Step& step, const float* q);
+  void MassOfRank(const Step& step);
   void WeighRest(const Step& step, std::size_t n_blocks);
   void AddRest(std::int32_t layer, float* out);
   void FitResidual(std::int32_t layer, std::int64_t n_tokens);
@@ -149,6 +163,9 @@ class SparseMethod : public Method {
   std::vector<std::uint16_t> mask_;     // [n_kv_heads][capacity]
   std::vector<std::int64_t> attended_;  // [n_kv_heads]; -1 after a dense step
   std::size_t capacity_ = 0;
+  std::vector<float> left_;       // [n_heads][left_stride_] rest of Backend::Rank
+  std::int64_t left_stride_ = 0;  // blocks
+  std::vector<float> cut_;        // [n_heads]
   std::vector<float> lse_;        // [n_heads]
   std::vector<float> shift_;      // [n_heads]
   std::vector<float> mass_;       // [n_heads][n_index / 64]

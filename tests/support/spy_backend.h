@@ -35,9 +35,7 @@ class SpyBackend final : public Backend {
         for (std::int32_t j = 0; j < args.head_dim; ++j)
           scanned_bits += head.depth[j] + (head.depth[j] > 0 ? 0.25 : 0.0);
       } else {
-        const ScanTable& table = head.tables.front();
-        scanned_bits += static_cast<double>(table.plane.size()) +
-                        static_cast<double>(table.channel.size()) * args.mean_bits / kBlockTokens;
+        CountBits(head.tables.front(), args.mean_bits);
       }
     }
     inner_->Scan(args);
@@ -50,6 +48,15 @@ class SpyBackend final : public Backend {
   void Select(const SelectArgs& args) const override {
     if (on_select) on_select(args);
     inner_->Select(args);
+  }
+  void Rank(const RankArgs& args) const override {
+    scanned_bits = 0;
+    for (const RankHead& head : args.heads) CountBits(head.tables.front(), args.mean_bits);
+    if (compose_rank || on_select) {
+      ComposeRank(args);
+    } else {
+      inner_->Rank(args);
+    }
   }
   void Attend(const AttendArgs& args) const override {
     attended.clear();
@@ -65,12 +72,52 @@ class SpyBackend final : public Backend {
   }
   void Prefill(const PrefillArgs& args) const override { inner_->Prefill(args); }
 
+  // Rank is made of Scan, Select and Mass, and so it is while on_select is set.
+  bool compose_rank = false;
   mutable std::vector<Attended> attended;            // of the last Attend, per KV head
-  mutable double scanned_bits = 0;                   // of the last Scan, summed over KV heads
+  mutable double scanned_bits = 0;                   // of the last Scan or Rank, over KV heads
   std::function<void(const SelectArgs&)> on_select;  // before
   std::function<void(const MassArgs&)> on_mass;      // after
 
  private:
+  void CountBits(const ScanTable& table, std::int32_t mean_bits) const {
+    scanned_bits += static_cast<double>(table.plane.size()) +
+                    static_cast<double>(table.channel.size()) * mean_bits / kBlockTokens;
+  }
+
+  void ComposeRank(const RankArgs& a) const {
+    const auto size = [](std::int64_t n) { return static_cast<std::size_t>(n); };
+    for (const RankHead& head : a.heads) {
+      std::int64_t n = 0;
+      for (const SegmentView& s : head.segments) n += s.n_blocks * std::int64_t{kBlockTokens};
+      std::vector<float> scores(size(a.group * n));
+      const ScanHead scan = {head.segments, head.tables, nullptr, nullptr, scores.data(), n};
+      inner_->Scan({Codec::kMean, a.head_dim, a.group, a.segment_blocks, a.mean_bits, {&scan, 1}});
+      std::vector<std::int32_t> winners(size(a.group * a.keep));
+      const SelectHead select = {scores.data(), n,         winners.data(),
+                                 head.tokens,   head.mask, head.n_attended};
+      Select({a.group, a.first, a.last, a.n_tokens, a.keep, {&select, 1}});
+      if (a.exp_scale == 0) continue;
+      std::vector<float> shift(size(a.group)), mass(size(a.group * n / kBlockTokens));
+      for (std::int32_t h = 0; h < a.group; ++h) {
+        const std::int32_t* w = winners.data() + h * a.keep;
+        head.cut[h] = INFINITY;
+        for (std::int64_t i = 0; i < a.keep; ++i) {
+          head.cut[h] = std::min(head.cut[h], scores[size(h * n + w[i])]);
+        }
+        shift[size(h)] = a.exp_scale * head.cut[h];
+        for (std::int64_t i = a.last; i < n; ++i) scores[size(h * n + i)] = -INFINITY;
+      }
+      const MassHead rest = {scores.data(), n,         shift.data(),    mass.data(),
+                             head.tokens,   head.mask, *head.n_attended};
+      inner_->Mass({a.group, n / kBlockTokens, a.exp_scale, {&rest, 1}});
+      for (std::int32_t h = 0; h < a.group; ++h) {
+        std::copy_n(mass.begin() + h * n / kBlockTokens, n / kBlockTokens,
+                    head.rest + h * head.rest_stride);
+      }
+    }
+  }
+
   std::unique_ptr<Backend> inner_;
 };
 

@@ -39,12 +39,23 @@ std::string ProbeCpuAvx512() {
                   {f.avx512vl, "avx512vl"}});
 }
 
+std::string ProbeCpuAvx512Vbmi() {
+  const std::string base = ProbeCpuAvx512();
+  if (!base.empty()) return base;
+  const CpuFeatures& f = GetCpuFeatures();
+  return Missing({{f.avx512vbmi, "avx512vbmi"}, {f.avx512vnni, "avx512vnni"}, {f.gfni, "gfni"}});
+}
+
 std::unique_ptr<Backend> MakeCpuAvx2(int n_threads) {
   return std::make_unique<CpuBackend>(cpu::Avx2Kernels(), n_threads);
 }
 
 std::unique_ptr<Backend> MakeCpuAvx512(int n_threads) {
   return std::make_unique<CpuBackend>(cpu::Avx512Kernels(), n_threads);
+}
+
+std::unique_ptr<Backend> MakeCpuAvx512Vbmi(int n_threads) {
+  return std::make_unique<CpuBackend>(cpu::Avx512VbmiKernels(), n_threads);
 }
 
 std::unique_ptr<Backend> MakeCpuAvx2Masked(int n_threads) {
@@ -59,8 +70,10 @@ std::unique_ptr<Backend> MakeCpuAvx512Masked(int n_threads) {
 
 std::string ProbeCpuAvx2() { return "built for a processor that is not x86-64"; }
 std::string ProbeCpuAvx512() { return ProbeCpuAvx2(); }
+std::string ProbeCpuAvx512Vbmi() { return ProbeCpuAvx2(); }
 std::unique_ptr<Backend> MakeCpuAvx2(int) { return nullptr; }
 std::unique_ptr<Backend> MakeCpuAvx512(int) { return nullptr; }
+std::unique_ptr<Backend> MakeCpuAvx512Vbmi(int) { return nullptr; }
 std::unique_ptr<Backend> MakeCpuAvx2Masked(int) { return nullptr; }
 std::unique_ptr<Backend> MakeCpuAvx512Masked(int) { return nullptr; }
 

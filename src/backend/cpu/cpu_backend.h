@@ -45,10 +45,12 @@ class CpuBackend : public Backend {
 // Why the kernels cannot run on this machine; empty when they can.
 std::string ProbeCpuAvx2();
 std::string ProbeCpuAvx512();
+std::string ProbeCpuAvx512Vbmi();
 
 std::unique_ptr<Backend> MakeCpuPortable(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx2(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx512(int n_threads);
+std::unique_ptr<Backend> MakeCpuAvx512Vbmi(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx2Masked(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx512Masked(int n_threads);
 

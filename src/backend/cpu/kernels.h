@@ -137,6 +137,30 @@ struct MassBlocksArgs {
   float* mass;  // [n_blocks]
 };
 
+// Keys of the tokens of a piece that are marked, or listed: those of the order of their scores.
+struct RankKeysArgs {
+  const std::uint8_t* sums;
+  const std::int32_t* base;
+  std::int32_t shift;
+  float scale;
+  // Either the marks of n blocks, bit i for token i, or n tokens.
+  const std::uint64_t* marks;
+  const std::int32_t* tokens;
+  std::int64_t n;
+  std::int32_t* keys;  // out, with room for kSelectSlack more
+};
+
+// Tokens that any head of a group has marked, with the heads that have.
+struct RankUnionArgs {
+  const std::uint64_t* marks;  // of head h and block b at marks + h * stride + b
+  std::int64_t stride;
+  std::int32_t group;
+  std::int64_t first;  // block
+  std::int64_t count;
+  std::int32_t* tokens;  // out; null: only counted
+  std::uint16_t* mask;   // out
+};
+
 // The `keep` best of n scores, as ascending indices plus `first`. Scratch: n + kSelectSlack each.
 struct TopKArgs {
   const float* scores;
@@ -193,6 +217,8 @@ struct KernelTable {
   void (*mass_blocks)(const MassBlocksArgs* args);
   void (*top_k)(const TopKArgs* args);
   void (*rank_blocks)(const RankBlocksArgs* args);
+  std::int64_t (*rank_keys)(const RankKeysArgs* args);    // returns how many
+  std::int64_t (*rank_union)(const RankUnionArgs* args);  // returns how many
   // The rank-th largest of n keys; room for kSelectSlack more.
   std::int32_t (*kth_key)(std::int32_t* keys, std::int64_t n, std::int64_t rank);
   void (*attend_listed)(const AttendChunkArgs* args);
@@ -204,6 +230,7 @@ struct KernelTable {
 const KernelTable* PortableKernels();
 const KernelTable* Avx2Kernels();
 const KernelTable* Avx512Kernels();
+const KernelTable* Avx512VbmiKernels();
 // The same sets with the scan by masked adds, to compare with.
 const KernelTable* Avx2MaskedKernels();
 const KernelTable* Avx512MaskedKernels();

@@ -13,7 +13,8 @@
 #include "backend/cpu/kernels.h"
 #include "store/layout.h"
 
-#define FATHOM_BYTE_SHUFFLE
+#define FATHOM_SCAN_MASKED
+#define FATHOM_SCAN_NIBBLE
 #define FATHOM_INLINE inline __attribute__((always_inline))
 
 namespace fathom::cpu {

@@ -14,22 +14,28 @@ static_assert(layout::SideBytes(Codec::kMean, 3, 8, 64) == 3 * 64);
 #include "backend/cpu/mass_impl.h"
 #include "backend/cpu/pack_impl.h"
 #include "backend/cpu/prefill_impl.h"
-#include "backend/cpu/scan_masked_impl.h"
 #include "backend/cpu/scan_mean_impl.h"
 #include "backend/cpu/scan_paper_impl.h"
 #include "backend/cpu/select_impl.h"
 
 #include "backend/cpu/rank_impl.h"
-#ifdef FATHOM_BYTE_SHUFFLE  // a lookup in 16 bytes is one instruction
+// The scans of the set: those its file has asked for.
+#ifdef FATHOM_SCAN_MASKED
+#include "backend/cpu/scan_masked_impl.h"
+#endif
+#ifdef FATHOM_SCAN_NIBBLE
 #include "backend/cpu/scan_nibble_impl.h"
+#endif
+#ifdef FATHOM_SCAN_WIDE
+#include "backend/cpu/scan_wide_impl.h"
 #endif
 
 constexpr KernelTable MakeTable(const char* isa, decltype(KernelTable::scan_plan_bytes) plan_bytes,
                                 decltype(KernelTable::scan_plan) plan,
                                 decltype(KernelTable::scan_sums) sums) {
   return {
-      isa,        PackSums,     PackMaxima,  PackCodes,      plan_bytes,  plan, sums,
-      ScanBase,   ScanScores,   ScanPaper,   ScoreRows,      MassBlocks,  TopK, RankBlocks,
-      RankKthKey, AttendListed, AttendDense, PrefillScratch, PrefillTile,
+      isa,      PackSums,   PackMaxima, PackCodes,    plan_bytes,  plan,           sums,
+      ScanBase, ScanScores, ScanPaper,  ScoreRows,    MassBlocks,  TopK,           RankBlocks,
+      RankKeys, RankUnion,  RankKthKey, AttendListed, AttendDense, PrefillScratch, PrefillTile,
   };
 }

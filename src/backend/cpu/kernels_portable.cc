@@ -5,6 +5,7 @@
 #include "backend/cpu/kernels.h"
 #include "store/layout.h"
 
+#define FATHOM_SCAN_MASKED
 #define FATHOM_INLINE inline __attribute__((always_inline))
 
 namespace fathom::cpu {

@@ -64,7 +64,7 @@ struct QueryHead {
   std::int32_t* base;      // [n_blocks]
   std::uint64_t* winners;  // [n_blocks] bit i for token i; before phase 5, candidates
   // Keys of candidates; every thread writes its own from where its tokens begin.
-  std::int32_t* key;     // [n_index], room for kSelectSlack more
+  std::int32_t* key;     // [n_index], room for kSelectSlack more behind each range
   std::int32_t* count;   // [team]
   std::int32_t* sample;  // [kSample], likewise
   float threshold;       // NaN: none, all are candidates
@@ -204,7 +204,7 @@ class Ranker {
           bits ^= std::uint64_t{1} << token;
           if (KeyOfScore(ScoreAt(head, table, h, b * kBlockTokens + token)) != last) continue;
           head.winners[b] ^= std::uint64_t{1} << token;
-          if (a_.exp_scale != 0) out.rest[h * n_blocks_ + b] += 1.0f;
+          if (a_.exp_scale != 0) out.rest[h * out.rest_stride + b] += 1.0f;
           --head.excess;
         }
       }
@@ -216,9 +216,7 @@ class Ranker {
   void CountRange(int thread) {
     for (std::size_t kv = 0; kv < a_.heads.size(); ++kv) UnionCount(kv, thread) = 0;
     ForRange(thread, [&](std::int64_t kv, const Piece& p) {
-      std::int64_t n = 0;
-      for (std::int64_t b = p.block; b < p.block + p.count; ++b) n += std::popcount(AnyHead(kv, b));
-      UnionCount(Size(kv), thread) += n;
+      UnionCount(Size(kv), thread) += Unite(kv, p, nullptr, nullptr);
     });
   }
 
@@ -232,17 +230,7 @@ class Ranker {
         for (int t = 0; t < thread; ++t) at += UnionCount(Size(kv), t);
       }
       const RankHead& out = a_.heads[Size(kv)];
-      for (std::int64_t b = p.block; b < p.block + p.count; ++b) {
-        for (std::uint64_t bits = AnyHead(kv, b); bits != 0; bits &= bits - 1) {
-          const int token = std::countr_zero(bits);
-          unsigned mask = 0;
-          for (std::int32_t h = 0; h < a_.group; ++h) {
-            mask |= static_cast<unsigned>(heads_[kv * a_.group + h].winners[b] >> token & 1) << h;
-          }
-          out.tokens[at] = static_cast<std::int32_t>(b * kBlockTokens + token);
-          out.mask[at++] = static_cast<std::uint16_t>(mask);
-        }
-      }
+      at += Unite(kv, p, out.tokens + at, out.mask + at);
     });
   }
 
@@ -284,15 +272,16 @@ class Ranker {
     union_ = carver->Take<std::int64_t>(static_cast<std::int64_t>(a_.heads.size()) * team_);
     auto* sums = carver->Take<std::uint8_t>(n * sums_stride_);
     auto* base = carver->Take<std::int32_t>(n * base_stride_);
+    winners_ = carver->Take<std::uint64_t>(n * n_blocks_);
     for (std::int64_t i = 0; i < n; ++i) {
       QueryHead head = {};
-      head.winners = carver->Take<std::uint64_t>(n_blocks_);
-      head.key = carver->Take<std::int32_t>(n_index + cpu::kSelectSlack);
+      head.key = carver->Take<std::int32_t>(n_index + (team_ + 1) * cpu::kSelectSlack);
       head.count = carver->Take<std::int32_t>(team_);
       head.sample = carver->Take<std::int32_t>(kSample + cpu::kSelectSlack);
       if (heads_ == nullptr) continue;
       head.sums = sums + i * sums_stride_;
       head.base = base + i * base_stride_;
+      head.winners = winners_ + i * n_blocks_;
       heads_[i] = head;
     }
     rank_ = SampleRank();
@@ -353,17 +342,38 @@ class Ranker {
     const std::int64_t range = (a_.last - a_.first) / kSample;
     const std::int64_t begin = p.block * kBlockTokens;
     const std::int64_t end = begin + std::int64_t{p.count} * kBlockTokens;
-    for (std::int64_t i = std::max<std::int64_t>((begin - a_.first) / range - 1, 0); i < kSample;
-         ++i) {
+    std::int32_t tokens[kSample];
+    std::int64_t first = -1, n = 0;
+    std::int64_t i = std::max<std::int64_t>((begin - a_.first) / range - 1, 0);
+    for (; i < kSample; ++i) {
       const std::uint32_t scatter = (static_cast<std::uint32_t>(i) * 2654435769u) >> 16;
       const std::int64_t token = a_.first + i * range + (scatter * range >> 16);
       if (token < begin) continue;
-      if (token >= end) return;
-      for (std::int32_t h = 0; h < a_.group; ++h) {
-        const QueryHead& head = heads_[kv * a_.group + h];
-        head.sample[i] = KeyOfScore(ScoreAt(head, table, h, token));
-      }
+      if (token >= end) break;
+      if (n == 0) first = i;
+      tokens[n++] = static_cast<std::int32_t>(token);
     }
+    for (std::int32_t h = 0; h < a_.group && n > 0; ++h) {
+      const QueryHead& head = heads_[kv * a_.group + h];
+      std::int32_t keys[kSample + cpu::kSelectSlack];
+      Keys(head, table, h, 0, nullptr, tokens, n, keys);
+      std::copy_n(keys, n, head.sample + first);
+    }
+  }
+
+  // Keys of marked blocks from block `block` on, or of n tokens counted from there.
+  std::int64_t Keys(const QueryHead& head, const ScanTable& table, std::int32_t h,
+                    std::int64_t block, const std::uint64_t* marks, const std::int32_t* tokens,
+                    std::int64_t n, std::int32_t* keys) const {
+    const cpu::RankKeysArgs args = {head.sums + block * kBlockTokens,
+                                    head.base + block,
+                                    table.shift[Size(h)],
+                                    table.scale[Size(h)],
+                                    marks,
+                                    tokens,
+                                    n,
+                                    keys};
+    return kernels_.rank_keys(&args);
   }
 
   // Bits of the tokens of a piece with T >= least; with a cut, the rest of the others too.
@@ -372,7 +382,8 @@ class Ranker {
     const QueryHead& head = heads_[kv * a_.group + h];
     const float scale = table.scale[Size(h)];
     const std::int64_t begin = p.block * kBlockTokens;
-    float* rest = cut == nullptr ? nullptr : a_.heads[Size(kv)].rest + h * n_blocks_ + p.block;
+    const RankHead& out = a_.heads[Size(kv)];
+    float* rest = cut == nullptr ? nullptr : out.rest + h * out.rest_stride + p.block;
     const bool weigh = cut != nullptr && std::isfinite(*cut) && scale > 0;
     if (rest != nullptr && !weigh) std::fill_n(rest, p.count, kNaN);
     const cpu::RankBlocksArgs args = {head.sums + begin,
@@ -389,25 +400,25 @@ class Ranker {
     kernels_.rank_blocks(&args);
   }
 
-  // The keys of a piece's candidates, behind those the thread has.
+  // The keys of a piece's candidates, behind those the thread has. Slack behind the last key may
+  // reach into the keys of the next thread: hence kSelectSlack between ranges.
   void ListKeys(std::int64_t kv, std::int32_t h, const ScanTable& table, const Piece& p,
                 int thread) const {
     const QueryHead& head = heads_[kv * a_.group + h];
-    std::int32_t* key = head.key + RangeBegin(thread, kv) + head.count[thread];
-    const std::int32_t* start = key;
-    for (std::int64_t b = p.block; b < p.block + p.count; ++b) {
-      for (std::uint64_t bits = head.winners[b]; bits != 0; bits &= bits - 1) {
-        *key++ = KeyOfScore(ScoreAt(head, table, h, b * kBlockTokens + std::countr_zero(bits)));
-      }
-    }
-    head.count[thread] += static_cast<std::int32_t>(key - start);
+    std::int32_t* key = head.key + KeyBegin(thread, kv) + head.count[thread];
+    head.count[thread] += static_cast<std::int32_t>(
+        Keys(head, table, h, p.block, head.winners + p.block, nullptr, p.count, key));
+  }
+
+  std::int64_t KeyBegin(int thread, std::int64_t kv) const {
+    return RangeBegin(thread, kv) + thread * std::int64_t{cpu::kSelectSlack};
   }
 
   // Moves the keys of all threads together; returns how many there are.
   std::int64_t JoinKeys(const QueryHead& head, std::int64_t kv) const {
     std::int64_t n = 0;
     for (int thread = 0; thread < team_; ++thread) {
-      const std::int64_t from = RangeBegin(thread, kv);
+      const std::int64_t from = KeyBegin(thread, kv);
       const std::size_t bytes = Size(head.count[thread]) * sizeof(std::int32_t);
       if (from != n && bytes > 0) std::memmove(head.key + n, head.key + from, bytes);
       n += head.count[thread];
@@ -431,10 +442,12 @@ class Ranker {
     return n;
   }
 
-  std::uint64_t AnyHead(std::int64_t kv, std::int64_t block) const {
-    std::uint64_t any = 0;
-    for (std::int32_t h = 0; h < a_.group; ++h) any |= heads_[kv * a_.group + h].winners[block];
-    return any;
+  // The union of the group in a piece; returns how many tokens.
+  std::int64_t Unite(std::int64_t kv, const Piece& p, std::int32_t* tokens,
+                     std::uint16_t* mask) const {
+    const cpu::RankUnionArgs args = {
+        winners_ + kv * a_.group * n_blocks_, n_blocks_, a_.group, p.block, p.count, tokens, mask};
+    return kernels_.rank_union(&args);
   }
 
   std::int64_t& UnionCount(std::size_t kv, int thread) {
@@ -447,10 +460,11 @@ class Ranker {
   std::int64_t n_blocks_ = 0;
   std::int64_t units_ = 0;
   std::size_t plan_bytes_ = 0;
-  std::int64_t rank_ = 0;          // of the threshold in the sample
-  QueryHead* heads_ = nullptr;     // [n_query_heads]
-  std::byte* plans_ = nullptr;     // [team][plan_bytes]
-  std::int64_t* union_ = nullptr;  // [heads][team] winners of the union in each range
+  std::int64_t rank_ = 0;             // of the threshold in the sample
+  QueryHead* heads_ = nullptr;        // [n_query_heads]
+  std::byte* plans_ = nullptr;        // [team][plan_bytes]
+  std::uint64_t* winners_ = nullptr;  // [n_query_heads][n_blocks]
+  std::int64_t* union_ = nullptr;     // [heads][team] winners of the union in each range
   bool ties_ = false;
   std::int64_t sums_stride_ = 0;
   std::int64_t base_stride_ = 0;

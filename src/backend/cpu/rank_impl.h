@@ -147,3 +147,49 @@ void RankBlocks(const RankBlocksArgs* args) {
   MakeDecayTable(args->slope * static_cast<float>(1 << args->shift), &table);
   PassBlocks<true>(*args, table);
 }
+
+std::int64_t RankKeys(const RankKeysArgs* args) {
+  const RankKeysArgs& a = *args;
+  std::int64_t n = 0;
+  // First T, then all of it at once to keys.
+  if (a.marks == nullptr) {
+    for (; n < a.n; ++n) {
+      const std::int32_t token = a.tokens[n];
+      a.keys[n] = (a.sums[token] << a.shift) + a.base[token / kBlockTokens];
+    }
+  } else {
+    for (std::int64_t b = 0; b < a.n; ++b) {
+      const std::uint8_t* sums = a.sums + b * kBlockTokens;
+      const std::int32_t base = a.base[b];
+      for (std::uint64_t bits = a.marks[b]; bits != 0; bits &= bits - 1) {
+        a.keys[n++] = (sums[__builtin_ctzll(bits)] << a.shift) + base;
+      }
+    }
+  }
+  const F32 scale = Set(a.scale);
+  for (std::int64_t i = 0; i < n; i += kLanes) {
+    StoreInt(a.keys + i, OrderKey(Mul(IntToFloat(LoadInt(a.keys + i)), scale)));
+  }
+  return n;
+}
+
+std::int64_t RankUnion(const RankUnionArgs* args) {
+  const RankUnionArgs& a = *args;
+  std::int64_t n = 0;
+  for (std::int64_t b = a.first; b < a.first + a.count; ++b) {
+    std::uint64_t any = 0;
+    for (int h = 0; h < a.group; ++h) any |= a.marks[h * a.stride + b];
+    if (a.tokens == nullptr) {
+      n += __builtin_popcountll(any);
+      continue;
+    }
+    for (; any != 0; any &= any - 1) {
+      const int token = __builtin_ctzll(any);
+      std::uint64_t heads = 0;
+      for (int h = 0; h < a.group; ++h) heads |= (a.marks[h * a.stride + b] >> token & 1) << h;
+      a.tokens[n] = static_cast<std::int32_t>(b * kBlockTokens) + token;
+      a.mask[n++] = static_cast<std::uint16_t>(heads);
+    }
+  }
+  return n;
+}

@@ -18,15 +18,16 @@
 // Per 64 tokens and four planes, in vectors of 32 bytes: 2 loads, 4 unpacks, 24 for the bits, 6 for
 // the nibbles; per head 4 lookups and 4 adds. Bound by those of the heads from four heads on.
 
+constexpr int kParts = 8;
 constexpr int kGroupPlanes = 4;
 constexpr int kVectorBlocks = kByteLanes / 8;
 constexpr int kIndexVectors = 8;    // of a group: 4 vectors, low and high nibbles
-constexpr int kMaxPartGroups = 64;  // four parts share at most 256 planes, eight get 128 at most
+constexpr int kMaxPartGroups = 32;  // four parts share at most 128 planes, eight get 128 at most
 
 struct NibblePlan {
   std::int32_t n_groups;
   std::int32_t n_parts;
-  std::int32_t part_end[kMaxParts];  // in groups
+  std::int32_t part_end[kParts];  // in groups
   // Then std::int64_t offset[n_groups][4], bytes from the segment's first plane, and
   // std::uint8_t table[n_groups][group][16].
   const std::int64_t* offsets() const { return reinterpret_cast<const std::int64_t*>(this + 1); }
@@ -36,7 +37,7 @@ struct NibblePlan {
   }
 };
 
-int MostGroups(int n_planes) { return (n_planes + kGroupPlanes - 1) / kGroupPlanes + kMaxParts; }
+int MostGroups(int n_planes) { return (n_planes + kGroupPlanes - 1) / kGroupPlanes + kParts; }
 
 std::int64_t NibblePlanBytes(int n_planes, int group) {
   return static_cast<std::int64_t>(sizeof(NibblePlan)) +

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Rank, as its definition says: all scores, the selection from them, and the rest in double.
+#include <algorithm>
 #include <cassert>
 #include <cmath>
 #include <limits>
@@ -10,7 +11,8 @@
 namespace fathom {
 namespace {
 
-// Out: rest and cut of one query head. winner: [n_tokens], tokens that are no candidates included.
+// Out: rest and cut of one query head. winner: of all tokens, those that are no candidates
+// included.
 void Rest(const RankArgs& a, const std::vector<float>& scores, const std::vector<bool>& winner,
           float* rest, float* cut) {
   *cut = std::numeric_limits<float>::infinity();
@@ -46,13 +48,13 @@ void RefBackend::Rank(const RankArgs& a) const {
     Select({a.group, a.first, a.last, a.n_tokens, a.keep, {&select, 1}});
     if (a.exp_scale == 0) continue;
     for (int h = 0; h < a.group; ++h) {
-      std::vector<bool> winner(static_cast<std::size_t>(a.n_tokens), false);
+      std::vector<bool> winner(static_cast<std::size_t>(std::max(a.n_tokens, n_index)), false);
+      std::fill(winner.begin() + a.last, winner.end(), true);
       for (std::int64_t i = 0; i < *head.n_attended; ++i) {
         if ((head.mask[i] >> h & 1) != 0) winner[static_cast<std::size_t>(head.tokens[i])] = true;
       }
       const auto begin = scores.begin() + h * n_index;
-      Rest(a, {begin, begin + n_index}, winner, head.rest + h * (n_index / kBlockTokens),
-           head.cut + h);
+      Rest(a, {begin, begin + n_index}, winner, head.rest + h * head.rest_stride, head.cut + h);
     }
   }
 }

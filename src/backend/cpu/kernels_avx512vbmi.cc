@@ -1,0 +1,32 @@
+// SPDX-License-Identifier: MIT
+// Kernel set "avx512vbmi". The includes inside the namespace are on purpose: see kernels.h.
+// GCC bug 105593: the "undefined" operand of unmasked intrinsics counts as read.
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#endif
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "backend/cpu/kernels.h"
+#include "store/layout.h"
+
+#define FATHOM_SCAN_WIDE
+#define FATHOM_INLINE inline __attribute__((always_inline))
+
+namespace fathom::cpu {
+namespace {
+
+#include "backend/cpu/simd_avx512.h"
+
+#include "backend/cpu/kernels_impl.h"
+
+constexpr KernelTable kTable = MakeTable("avx512vbmi", WidePlanBytes, MakeWidePlan, WideSums);
+
+}  // namespace
+
+const KernelTable* Avx512VbmiKernels() { return &kTable; }
+
+}  // namespace fathom::cpu

@@ -1,0 +1,212 @@
+// SPDX-License-Identifier: MIT
+// Scan of the mean codec: U of ScanTable by table lookups, with AVX-512 VBMI and GFNI.
+//
+// The idea of scan_nibble_impl.h with six planes a lookup: `vpermb` takes 64 bytes as a table and
+// looks at the low six bits of an index only. The words of eight planes for one block, one per
+// 64-bit element, become one index per token in two instructions: a byte permutation, after which
+// element b holds byte b of every plane, an 8x8 bit matrix of planes x tokens; and
+// `vgf2p8affineqb` with these matrices and the identity as its vector, which transposes them. That
+// turns row r into bit 7 - r, so plane i of a group is row 7 - i, and rows 0 and 1 may hold
+// anything.
+//
+// A plane's words of eight blocks, one cache line, are one vector; six of them are transposed by
+// 64-bit elements into eight vectors, one per block. Indices are made once for all heads.
+//
+// Per 64 tokens and six planes: 0.75 loads, 2.25 shuffles for the transpose, 2 for the index, 1
+// store; per head one lookup and one add, tables and indices shared by four blocks and four heads.
+// Bound by the shuffle port: 7.25 cycles at four heads on processors with one.
+
+constexpr int kWidePlanes = 6;
+constexpr int kWideBlocks = 8;
+constexpr int kParts = 8;
+constexpr int kMaxPartGroups = 22;  // four parts share at most 128 planes, eight get 128 at most
+
+struct WidePlan {
+  std::int32_t n_groups;
+  std::int32_t n_parts;
+  std::int32_t part_end[kParts];  // in groups
+  std::int32_t unused[6];         // tables start at a cache line
+  // Then std::uint8_t table[n_groups][group][64], and std::int64_t offset[n_groups][6], bytes from
+  // the segment's first plane.
+  const std::uint8_t* tables() const { return reinterpret_cast<const std::uint8_t*>(this + 1); }
+  const std::int64_t* offsets(int group) const {
+    return reinterpret_cast<const std::int64_t*>(tables() + std::int64_t{n_groups} * group * 64);
+  }
+};
+static_assert(sizeof(WidePlan) == 64);
+
+std::int64_t WidePlanBytes(int n_planes, int group) {
+  const std::int64_t groups = (n_planes + kWidePlanes - 1) / kWidePlanes + kParts;
+  return static_cast<std::int64_t>(sizeof(WidePlan)) + groups * (64 * group + kWidePlanes * 8);
+}
+
+// What each of the 64 combinations of planes p .. p + n - 1 adds for one head, and `start` once.
+void FillWideTable(const ScanPlanArgs& a, int head, int p, int n, int start, std::uint8_t* table) {
+  table[0] = static_cast<std::uint8_t>(start);
+  for (int i = 0; i < kWidePlanes; ++i) {
+    const int weight = i < n ? a.weight[(p + i) * a.group + head] : 0;
+    for (int j = 0; j < 1 << i; ++j) {
+      table[(1 << i) + j] = static_cast<std::uint8_t>(table[j] + weight);
+    }
+  }
+}
+
+// A group that is not full repeats its last plane with weight 0.
+void MakeWidePlan(const ScanPlanArgs* args) {
+  const ScanPlanArgs& a = *args;
+  auto* plan = static_cast<WidePlan*>(a.out);
+  plan->n_parts = a.n_parts;
+  plan->n_groups = 0;
+  for (int r = 0, p = 0; r < a.n_parts; p = a.part_end[r++]) {
+    plan->n_groups += (a.part_end[r] - p + kWidePlanes - 1) / kWidePlanes;
+    plan->part_end[r] = plan->n_groups;
+  }
+  auto* table = const_cast<std::uint8_t*>(plan->tables());
+  auto* offset = const_cast<std::int64_t*>(plan->offsets(a.group));
+  int p = 0;
+  for (int r = 0; r < a.n_parts; ++r) {
+    bool first = true;
+    for (; p < a.part_end[r]; p += kWidePlanes, first = false) {
+      const int left = a.part_end[r] - p;
+      const int n = left < kWidePlanes ? left : kWidePlanes;
+      for (int h = 0; h < a.group; ++h, table += 64) {
+        FillWideTable(a, h, p, n, first ? a.low[r * a.group + h] : 0, table);
+      }
+      for (int i = 0; i < kWidePlanes; ++i) {
+        const std::int64_t plane = a.plane[p + (i < n ? i : n - 1)];
+        *offset++ = plane * a.segment_blocks * 8;
+      }
+    }
+    p = a.part_end[r];
+  }
+}
+
+// Lane L of a, b and c as lanes 1, 2 and 3 of out[2 L]; lane 0 of out is free.
+FATHOM_INLINE void SpreadLanes(Bytes a, Bytes b, Bytes c, Bytes* out) {
+  const Bytes low = _mm512_shuffle_i64x2(b, c, 0x44);   // b0 b1 c0 c1
+  const Bytes high = _mm512_shuffle_i64x2(b, c, 0xEE);  // b2 b3 c2 c3
+  out[0] = _mm512_shuffle_i64x2(a, low, 0x80);
+  out[2] = _mm512_shuffle_i64x2(a, low, 0xD4);
+  out[4] = _mm512_shuffle_i64x2(a, high, 0x88);
+  out[6] = _mm512_shuffle_i64x2(a, high, 0xDC);
+}
+
+// Indices of eight blocks for one group of planes; blocks from the n-th on are not read.
+FATHOM_INLINE void WideIndices(const unsigned char* words, const std::int64_t* offset, int n,
+                               Bytes* index) {
+  const auto blocks = static_cast<__mmask8>(n >= kWideBlocks ? 0xFF : (1 << n) - 1);
+  Bytes v[kWidePlanes];
+#pragma GCC unroll 6
+  for (int i = 0; i < kWidePlanes; ++i) v[i] = _mm512_maskz_loadu_epi64(blocks, words + offset[i]);
+  Bytes w[kWideBlocks];
+  SpreadLanes(_mm512_unpacklo_epi64(v[5], v[4]), _mm512_unpacklo_epi64(v[3], v[2]),
+              _mm512_unpacklo_epi64(v[1], v[0]), w);
+  SpreadLanes(_mm512_unpackhi_epi64(v[5], v[4]), _mm512_unpackhi_epi64(v[3], v[2]),
+              _mm512_unpackhi_epi64(v[1], v[0]), w + 1);
+  // Byte 8 b + r comes from byte 8 r + b.
+  const Bytes gather = _mm512_set_epi64(0x3F372F271F170F07, 0x3E362E261E160E06, 0x3D352D251D150D05,
+                                        0x3C342C241C140C04, 0x3B332B231B130B03, 0x3A322A221A120A02,
+                                        0x3931292119110901, 0x3830282018100800);
+  const Bytes identity = _mm512_set1_epi64(static_cast<long long>(0x8040201008040201u));
+#pragma GCC unroll 8
+  for (int k = 0; k < kWideBlocks; ++k) {
+    const Bytes matrix = _mm512_permutexvar_epi8(gather, w[k]);
+    StoreBytes(index + k, _mm512_gf2p8affine_epi64_epi8(identity, matrix, 0));
+  }
+}
+
+// Sums of a part over four blocks for Heads heads: sum[h * 4 + block]. index: of the first group,
+// eight a group.
+template <int Heads>
+FATHOM_INLINE void SumWideGroups(const Bytes* index, const std::uint8_t* table, int n_groups,
+                                 int group, Bytes* sum) {
+#pragma GCC unroll 16
+  for (int i = 0; i < 4 * Heads; ++i) sum[i] = ZeroBytes();
+  for (int g = 0; g < n_groups; ++g, index += kWideBlocks, table += 64 * group) {
+    const Bytes at[4] = {LoadBytes(index), LoadBytes(index + 1), LoadBytes(index + 2),
+                         LoadBytes(index + 3)};
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; ++h) {
+      const Bytes t = LoadBytes(table + 64 * h);
+#pragma GCC unroll 4
+      for (int k = 0; k < 4; ++k) {
+        sum[4 * h + k] = AddBytes(sum[4 * h + k], _mm512_permutexvar_epi8(at[k], t));
+      }
+    }
+  }
+}
+
+// Averages of earlier parts that wait for their partner: [level][head][block].
+struct WaitingSums {
+  Bytes sum[3][kMaxGroup][kWideBlocks];
+};
+
+// Adds part `part` to the tree of averages; the result is its root after the last one.
+FATHOM_INLINE Bytes JoinWidePart(int part, WaitingSums* waiting, int head, int block, Bytes sum) {
+  int level = 0;
+  for (; (part >> level & 1) != 0; ++level) {
+    sum = AverageBytes(waiting->sum[level][head][block], sum);
+  }
+  if (level < 3) waiting->sum[level][head][block] = sum;
+  return sum;
+}
+
+// One pass over Heads heads of one part. out: of the first of the heads and of the first block;
+// null before the last part.
+template <int Heads>
+FATHOM_INLINE void SumWidePart(const ScanSumsArgs& a, const WidePlan& plan, const Bytes* index,
+                               int part, int head, WaitingSums* waiting, int n, std::uint8_t* out) {
+  const int first = part == 0 ? 0 : plan.part_end[part - 1];
+  const std::uint8_t* table = plan.tables() + (first * a.group + head) * 64;
+  for (int half = 0; half < kWideBlocks && half < n; half += 4) {
+    Bytes sum[4 * Heads];
+    SumWideGroups<Heads>(index + half, table, plan.part_end[part] - first, a.group, sum);
+    for (int h = 0; h < Heads; ++h) {
+      for (int k = 0; k < 4; ++k) {
+        Bytes& x = sum[4 * h + k];
+        if (plan.n_parts > 1) x = JoinWidePart(part, waiting, head + h, half + k, x);
+        if (out != nullptr && half + k < n) {
+          StoreBytes(out + h * a.stride + (half + k) * kBlockTokens, x);
+        }
+      }
+    }
+  }
+}
+
+// Blocks block .. block + n - 1 of the call, at most kWideBlocks.
+void SumWideBlocks(const ScanSumsArgs& a, const WidePlan& plan, int block, int n) {
+  Bytes index[kMaxPartGroups * kWideBlocks];
+  WaitingSums waiting;
+  const auto* words = reinterpret_cast<const unsigned char*>(a.planes + a.first + block);
+  const auto* ahead = reinterpret_cast<const unsigned char*>(a.prefetch);
+  if (ahead != nullptr) ahead += (a.first + block) * 8;
+  for (int part = 0; part < plan.n_parts; ++part) {
+    const int begin = part == 0 ? 0 : plan.part_end[part - 1];
+    for (int g = begin; g < plan.part_end[part]; ++g) {
+      const std::int64_t* offset = plan.offsets(a.group) + g * kWidePlanes;
+      WideIndices(words, offset, n, index + (g - begin) * kWideBlocks);
+      if (ahead == nullptr) continue;
+      for (int i = 0; i < kWidePlanes; ++i) PrefetchFar(ahead + offset[i]);
+    }
+    std::uint8_t* out = part + 1 == plan.n_parts ? a.sums + block * kBlockTokens : nullptr;
+    const auto of = [&](int head) { return out == nullptr ? out : out + head * a.stride; };
+    int head = 0;
+    for (; head + 4 <= a.group; head += 4) {
+      SumWidePart<4>(a, plan, index, part, head, &waiting, n, of(head));
+    }
+    for (; head + 2 <= a.group; head += 2) {
+      SumWidePart<2>(a, plan, index, part, head, &waiting, n, of(head));
+    }
+    for (; head < a.group; ++head) {
+      SumWidePart<1>(a, plan, index, part, head, &waiting, n, of(head));
+    }
+  }
+}
+
+void WideSums(const ScanSumsArgs* args) {
+  const auto& plan = *static_cast<const WidePlan*>(args->plan);
+  for (int b = 0; b < args->count; b += kWideBlocks) {
+    const int left = args->count - b;
+    SumWideBlocks(*args, plan, b, left < kWideBlocks ? left : kWideBlocks);
+  }
+}
