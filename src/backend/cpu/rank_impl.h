@@ -44,17 +44,20 @@ int DecayOf(const DecayTable& t, int x) {
   return t.low[x & 15] * (t.high_digit[x >> 4] * 128 + t.low_digit[x >> 4]);
 }
 
-// least_b and raise_b of kLanes blocks from the b-th; the last may be filled up.
-FATHOM_INLINE void BlockLimits(const RankBlocksArgs& a, std::int64_t b, std::int32_t* raise,
-                               std::int32_t* reach) {
-  std::int32_t base[kLanes] = {};
-  const std::int64_t left = a.n_blocks - b;
-  for (int i = 0; i < kLanes && i < left; ++i) base[i] = a.base[b + i];
+// Blocks b .. b + n - 1: bases, least_b and raise_b.
+struct BlockLimits {
+  std::int32_t base[kLanes];
+  std::int32_t least[kLanes];
+  std::int32_t raise[kLanes];
+};
+
+FATHOM_INLINE void FindLimits(const RankBlocksArgs& a, std::int64_t b, int n, BlockLimits* limits) {
+  for (int i = 0; i < kLanes; ++i) limits->base[i] = i < n ? a.base[b + i] : 0;
   const I32 round_up = SetInt(a.threshold + (1 << a.shift) - 1);
-  const I32 least = ShiftRightInt(SubInt(round_up, LoadInt(base)), a.shift);
+  const I32 least = ShiftRightInt(SubInt(round_up, LoadInt(limits->base)), a.shift);
   const I32 most = SetInt(255);
-  StoreInt(raise, MaxInt(SetInt(0), MinInt(most, SubInt(most, least))));
-  StoreInt(reach, least);
+  StoreInt(limits->least, least);
+  StoreInt(limits->raise, MaxInt(SetInt(0), MinInt(most, SubInt(most, least))));
 }
 
 // Bits of tokens first .. last - 1 of a block; both may lie outside.
@@ -102,38 +105,54 @@ float Excluded(const RankBlocksArgs& a, std::int64_t b, int raise, std::uint64_t
   return static_cast<float>(sum);
 }
 
+// Marks of blocks b .. b + n - 1; their lanes of mass, and in taken what to take out of it, in the
+// table's integers.
+template <bool Weigh>
+FATHOM_INLINE void MarkBlocks(const RankBlocksArgs& a, const DecayTable& table, std::int64_t b,
+                              int n, const BlockLimits& limits, F32* mass, float* taken) {
+  const int top = DecayOf(table, 255);
+  std::int32_t marked[kLanes] = {};
+  for (int i = 0; i < n; ++i) {
+    I32 lanes = SetInt(0);
+    std::uint64_t bits =
+        PassBlock<Weigh>(a.sums + (b + i) * kBlockTokens, limits.raise[i], table, &lanes);
+    if (limits.least[i] > 255) bits = 0;
+    a.candidates[b + i] = bits;
+    if (!Weigh) continue;
+    mass[i] = IntToFloat(lanes);
+    marked[i] = __builtin_popcountll(bits);
+  }
+  if (Weigh) Store(taken, Mul(IntToFloat(LoadInt(marked)), Set(static_cast<float>(top))));
+  // Blocks at the ends of the range.
+  for (int i = 0; i < n; ++i) {
+    const std::int64_t at = (b + i) * kBlockTokens;
+    if (at >= a.first && at + kBlockTokens <= a.last) continue;
+    const std::uint64_t range = TokenRange(a.first - at, a.last - at);
+    const std::uint64_t bits = a.candidates[b + i];
+    if (Weigh) taken[i] += Excluded(a, b + i, limits.raise[i], ~(range | bits), table);
+    a.candidates[b + i] = bits & range;
+  }
+}
+
 template <bool Weigh>
 void PassBlocks(const RankBlocksArgs& a, const DecayTable& table) {
   const float decay = a.slope * static_cast<float>(1 << a.shift);
-  const auto top = static_cast<float>(DecayOf(table, 255));
+  const F32 origin = Set(a.slope * -a.origin + decay * 255);
   for (std::int64_t b = 0; b < a.n_blocks; b += kLanes) {
-    std::int32_t raise[kLanes];
-    std::int32_t reach[kLanes];
-    BlockLimits(a, b, raise, reach);
     const std::int64_t left = a.n_blocks - b;
     const int n = left < kLanes ? static_cast<int>(left) : kLanes;
+    BlockLimits limits;
+    FindLimits(a, b, n, &limits);
     F32 mass[kLanes];
-    float out[kLanes] = {};
-    float factor[kLanes] = {};
-    for (int i = 0; i < n; ++i) {
-      const std::int64_t at = b + i;
-      I32 lanes = SetInt(0);
-      std::uint64_t bits = PassBlock<Weigh>(a.sums + at * kBlockTokens, raise[i], table, &lanes);
-      if (reach[i] > 255) bits = 0;
-      const std::uint64_t range =
-          TokenRange(a.first - at * kBlockTokens, a.last - at * kBlockTokens);
-      a.candidates[at] = bits & range;
-      if (!Weigh) continue;
-      mass[i] = IntToFloat(lanes);
-      out[i] = top * static_cast<float>(__builtin_popcountll(bits));
-      if (range != ~std::uint64_t{0}) out[i] += Excluded(a, at, raise[i], ~(range | bits), table);
-      factor[i] = a.slope * (static_cast<float>(a.base[at]) - a.origin) +
-                  decay * static_cast<float>(255 - raise[i]);
-    }
+    float taken[kLanes];
+    MarkBlocks<Weigh>(a, table, b, n, limits, mass, taken);
     if (!Weigh) continue;
     for (int i = n; i < kLanes; ++i) mass[i] = Zero();
-    const F32 sum = Sub(ReduceRows(mass), Load(out));
-    const F32 weight = Mul(Exp(MinOrSecond(Set(88.0f), Load(factor))), Set(table.inverse));
+    const F32 base = IntToFloat(LoadInt(limits.base));
+    const F32 raise = IntToFloat(LoadInt(limits.raise));
+    const F32 x = MulAdd(Set(-decay), raise, MulAdd(Set(a.slope), base, origin));
+    const F32 weight = Mul(Exp(MinOrSecond(Set(88.0f), x)), Set(table.inverse));
+    const F32 sum = Sub(ReduceRows(mass), Load(taken));
     StoreFirst(a.rest + b, Mul(MaxOrSecond(sum, Zero()), weight), n);
   }
 }

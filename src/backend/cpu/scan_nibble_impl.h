@@ -21,8 +21,8 @@
 constexpr int kParts = 8;
 constexpr int kGroupPlanes = 4;
 constexpr int kVectorBlocks = kByteLanes / 8;
-constexpr int kIndexVectors = 8;    // of a group: 4 vectors, low and high nibbles
-constexpr int kMaxPartGroups = 32;  // four parts share at most 128 planes, eight get 128 at most
+constexpr int kIndexVectors = 8;  // of a group: 4 vectors, low and high nibbles
+constexpr int kMaxGroups = kMaxHeadDim * kPlanes / kGroupPlanes + kParts;
 
 struct NibblePlan {
   std::int32_t n_groups;
@@ -143,82 +143,69 @@ FATHOM_INLINE void SumGroups(const Bytes* index, const std::uint8_t* table, int 
   }
 }
 
-// Averages of earlier parts that wait for their partner: [level][head][vector r][low, high].
-struct WaitingParts {
-  Bytes sum[3][kMaxGroup][4][2];
-};
-
-// Adds part `part` to the tree of averages; sum is the root after the last one.
-FATHOM_INLINE void JoinPart(int part, WaitingParts* waiting, int head, int r, Bytes* sum) {
-  int level = 0;
-  for (; (part >> level & 1) != 0; ++level) {
-    const Bytes* other = waiting->sum[level][head][r];
-    sum[0] = AverageBytes(other[0], sum[0]);
-    sum[1] = AverageBytes(other[1], sum[1]);
+// U of one vector r for Heads heads, low and high nibbles. table: of the first head.
+template <int Heads>
+FATHOM_INLINE void SumParts(const NibblePlan& plan, const Bytes* index, const std::uint8_t* table,
+                            int group, Bytes* sum) {
+  constexpr int kSums = 2 * Heads;
+  SumGroups<Heads>(index, table, plan.part_end[0], group, sum);
+  if (plan.n_parts == 1) return;
+  Bytes waiting[3][kSums];  // averages that wait for their partner, by level of the tree
+  for (int part = 1; part < plan.n_parts; ++part) {
+    int level = 0;
+    for (; (part - 1) >> level & 1; ++level) {
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) waiting[level][i] = sum[i];
+    const int first = plan.part_end[part - 1];
+    SumGroups<Heads>(index + first * kIndexVectors, table + std::int64_t{first} * group * 16,
+                     plan.part_end[part] - first, group, sum);
+    for (level = 0; part >> level & 1; ++level) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kSums; ++i) sum[i] = AverageBytes(waiting[level][i], sum[i]);
+    }
   }
-  if (level == 3) return;
-  waiting->sum[level][head][r][0] = sum[0];
-  waiting->sum[level][head][r][1] = sum[1];
 }
 
-// One pass over `Heads` heads of the vectors of one part. out: of the first of the heads and of the
-// first block; null before the last part.
+// out: of the first head and block.
 template <int Heads>
-FATHOM_INLINE void SumPart(const ScanSumsArgs& a, const NibblePlan& plan, const Bytes* index,
-                           int part, int head, WaitingParts* waiting, int n, std::uint8_t* out) {
-  const int first = part == 0 ? 0 : plan.part_end[part - 1];
-  const std::uint8_t* table = plan.tables() + (first * a.group + head) * 16;
-  for (int half = 0; half < 2; ++half) {  // blocks 2L, then 2L + 1
-    Bytes sum[2][2 * Heads];
-#pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
-      const int r = 2 * half + i;
-      SumGroups<Heads>(index + 2 * r, table, plan.part_end[part] - first, a.group, sum[i]);
-      if (plan.n_parts == 1) continue;
-      for (int h = 0; h < Heads; ++h) JoinPart(part, waiting, head + h, r, sum[i] + 2 * h);
-    }
-    if (out == nullptr) continue;
-#pragma GCC unroll 16
-    for (int h = 0; h < Heads; ++h) {
-      const Bytes quarter[4] = {UnpackLow32(sum[0][2 * h], sum[0][2 * h + 1]),
-                                UnpackHigh32(sum[0][2 * h], sum[0][2 * h + 1]),
-                                UnpackLow32(sum[1][2 * h], sum[1][2 * h + 1]),
-                                UnpackHigh32(sum[1][2 * h], sum[1][2 * h + 1])};
-      StoreQuarters(quarter, (n - half + 1) / 2, out + h * a.stride + half * kBlockTokens);
+FATHOM_INLINE void SumHeads(const ScanSumsArgs& a, const NibblePlan& plan, const Bytes* index,
+                            int head, int n, std::uint8_t* out) {
+  const std::uint8_t* table = plan.tables() + 16 * head;
+  for (int half = 0; half < 2 && half < n; ++half) {  // blocks 2L, then 2L + 1
+    Bytes first[2 * Heads];
+    Bytes second[2 * Heads];
+    SumParts<Heads>(plan, index + 4 * half, table, a.group, first);
+    SumParts<Heads>(plan, index + 4 * half + 2, table, a.group, second);
+    std::uint8_t* at = out + head * a.stride + half * kBlockTokens;
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; ++h, at += a.stride) {
+      const Bytes quarter[4] = {UnpackLow32(first[2 * h], first[2 * h + 1]),
+                                UnpackHigh32(first[2 * h], first[2 * h + 1]),
+                                UnpackLow32(second[2 * h], second[2 * h + 1]),
+                                UnpackHigh32(second[2 * h], second[2 * h + 1])};
+      StoreQuarters(quarter, (n - half + 1) / 2, at);
     }
   }
 }
 
 // Blocks block .. block + n - 1 of the call, at most kVectorBlocks.
 void SumBlocks(const ScanSumsArgs& a, const NibblePlan& plan, int block, int n) {
-  Bytes index[kMaxPartGroups * kIndexVectors];
-  WaitingParts waiting;
+  Bytes index[kMaxGroups * kIndexVectors];
   const auto* words = reinterpret_cast<const unsigned char*>(a.planes + a.first + block);
   const auto* ahead = reinterpret_cast<const unsigned char*>(a.prefetch);
   if (ahead != nullptr) ahead += (a.first + block) * 8;
-  for (int part = 0; part < plan.n_parts; ++part) {
-    const int begin = part == 0 ? 0 : plan.part_end[part - 1];
-    for (int g = begin; g < plan.part_end[part]; ++g) {
-      const std::int64_t* offset = plan.offsets() + g * kGroupPlanes;
-      Transpose4(words, offset, n, index + (g - begin) * kIndexVectors);
-      if (ahead == nullptr) continue;
-      for (int i = 0; i < kGroupPlanes; ++i) PrefetchFar(ahead + offset[i]);
-    }
-    std::uint8_t* out = part + 1 == plan.n_parts ? a.sums + block * kBlockTokens : nullptr;
-    int head = 0;
-    for (; head + 4 <= a.group; head += 4) {
-      SumPart<4>(a, plan, index, part, head, &waiting, n,
-                 out == nullptr ? out : out + head * a.stride);
-    }
-    for (; head + 2 <= a.group; head += 2) {
-      SumPart<2>(a, plan, index, part, head, &waiting, n,
-                 out == nullptr ? out : out + head * a.stride);
-    }
-    for (; head < a.group; ++head) {
-      SumPart<1>(a, plan, index, part, head, &waiting, n,
-                 out == nullptr ? out : out + head * a.stride);
-    }
+  const std::int64_t* offset = plan.offsets();
+  for (int g = 0; g < plan.n_groups; ++g, offset += kGroupPlanes) {
+    Transpose4(words, offset, n, index + g * kIndexVectors);
+    if (ahead == nullptr) continue;
+    for (int i = 0; i < kGroupPlanes; ++i) PrefetchFar(ahead + offset[i]);
   }
+  std::uint8_t* out = a.sums + block * kBlockTokens;
+  int head = 0;
+  for (; head + 4 <= a.group; head += 4) SumHeads<4>(a, plan, index, head, n, out);
+  for (; head + 2 <= a.group; head += 2) SumHeads<2>(a, plan, index, head, n, out);
+  for (; head < a.group; ++head) SumHeads<1>(a, plan, index, head, n, out);
 }
 
 void NibbleSums(const ScanSumsArgs* args) {

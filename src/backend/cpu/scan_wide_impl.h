@@ -13,13 +13,13 @@
 // 64-bit elements into eight vectors, one per block. Indices are made once for all heads.
 //
 // Per 64 tokens and six planes: 0.75 loads, 2.25 shuffles for the transpose, 2 for the index, 1
-// store; per head one lookup and one add, tables and indices shared by four blocks and four heads.
+// store; per head one lookup and one add, indices shared by four heads and tables by two blocks.
 // Bound by the shuffle port: 7.25 cycles at four heads on processors with one.
 
 constexpr int kWidePlanes = 6;
 constexpr int kWideBlocks = 8;
 constexpr int kParts = 8;
-constexpr int kMaxPartGroups = 22;  // four parts share at most 128 planes, eight get 128 at most
+constexpr int kMaxGroups = kMaxHeadDim * kPlanes / kWidePlanes + kParts + 1;
 
 struct WidePlan {
   std::int32_t n_groups;
@@ -115,92 +115,86 @@ FATHOM_INLINE void WideIndices(const unsigned char* words, const std::int64_t* o
   }
 }
 
-// Sums of a part over four blocks for Heads heads: sum[h * 4 + block]. index: of the first group,
-// eight a group.
+// Four heads of two blocks: sums of a part, those of finished parts, indices and tables stay in
+// registers.
+constexpr int kTileBlocks = 2;
+
+// Sums of one part: sum[h * kTileBlocks + block]. index: of the first group, eight a group.
 template <int Heads>
 FATHOM_INLINE void SumWideGroups(const Bytes* index, const std::uint8_t* table, int n_groups,
                                  int group, Bytes* sum) {
 #pragma GCC unroll 16
-  for (int i = 0; i < 4 * Heads; ++i) sum[i] = ZeroBytes();
+  for (int i = 0; i < kTileBlocks * Heads; ++i) sum[i] = ZeroBytes();
   for (int g = 0; g < n_groups; ++g, index += kWideBlocks, table += 64 * group) {
-    const Bytes at[4] = {LoadBytes(index), LoadBytes(index + 1), LoadBytes(index + 2),
-                         LoadBytes(index + 3)};
+    const Bytes at[kTileBlocks] = {LoadBytes(index), LoadBytes(index + 1)};
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; ++h) {
       const Bytes t = LoadBytes(table + 64 * h);
-#pragma GCC unroll 4
-      for (int k = 0; k < 4; ++k) {
-        sum[4 * h + k] = AddBytes(sum[4 * h + k], _mm512_permutexvar_epi8(at[k], t));
+#pragma GCC unroll 2
+      for (int k = 0; k < kTileBlocks; ++k) {
+        Bytes& x = sum[kTileBlocks * h + k];
+        x = AddBytes(x, _mm512_permutexvar_epi8(at[k], t));
       }
     }
   }
 }
 
-// Averages of earlier parts that wait for their partner: [level][head][block].
-struct WaitingSums {
-  Bytes sum[3][kMaxGroup][kWideBlocks];
-};
-
-// Adds part `part` to the tree of averages; the result is its root after the last one.
-FATHOM_INLINE Bytes JoinWidePart(int part, WaitingSums* waiting, int head, int block, Bytes sum) {
-  int level = 0;
-  for (; (part >> level & 1) != 0; ++level) {
-    sum = AverageBytes(waiting->sum[level][head][block], sum);
+// U of two blocks for Heads heads: sum[h * kTileBlocks + block]. table: of the first head.
+template <int Heads>
+FATHOM_INLINE void SumWideParts(const WidePlan& plan, const Bytes* index, const std::uint8_t* table,
+                                int group, Bytes* sum) {
+  constexpr int kSums = kTileBlocks * Heads;
+  SumWideGroups<Heads>(index, table, plan.part_end[0], group, sum);
+  if (plan.n_parts == 1) return;
+  Bytes waiting[3][kSums];  // averages that wait for their partner, by level of the tree
+  for (int part = 1; part < plan.n_parts; ++part) {
+    int level = 0;
+    for (; (part - 1) >> level & 1; ++level) {
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) waiting[level][i] = sum[i];
+    const int first = plan.part_end[part - 1];
+    SumWideGroups<Heads>(index + first * kWideBlocks, table + std::int64_t{first} * group * 64,
+                         plan.part_end[part] - first, group, sum);
+    for (level = 0; part >> level & 1; ++level) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kSums; ++i) sum[i] = AverageBytes(waiting[level][i], sum[i]);
+    }
   }
-  if (level < 3) waiting->sum[level][head][block] = sum;
-  return sum;
 }
 
-// One pass over Heads heads of one part. out: of the first of the heads and of the first block;
-// null before the last part.
 template <int Heads>
-FATHOM_INLINE void SumWidePart(const ScanSumsArgs& a, const WidePlan& plan, const Bytes* index,
-                               int part, int head, WaitingSums* waiting, int n, std::uint8_t* out) {
-  const int first = part == 0 ? 0 : plan.part_end[part - 1];
-  const std::uint8_t* table = plan.tables() + (first * a.group + head) * 64;
-  for (int half = 0; half < kWideBlocks && half < n; half += 4) {
-    Bytes sum[4 * Heads];
-    SumWideGroups<Heads>(index + half, table, plan.part_end[part] - first, a.group, sum);
-    for (int h = 0; h < Heads; ++h) {
-      for (int k = 0; k < 4; ++k) {
-        Bytes& x = sum[4 * h + k];
-        if (plan.n_parts > 1) x = JoinWidePart(part, waiting, head + h, half + k, x);
-        if (out != nullptr && half + k < n) {
-          StoreBytes(out + h * a.stride + (half + k) * kBlockTokens, x);
-        }
-      }
+FATHOM_INLINE void SumWideHeads(const ScanSumsArgs& a, const WidePlan& plan, const Bytes* index,
+                                int head, int n, std::uint8_t* out) {
+  for (int k = 0; k < n; k += kTileBlocks) {
+    Bytes sum[kTileBlocks * Heads];
+    SumWideParts<Heads>(plan, index + k, plan.tables() + 64 * head, a.group, sum);
+    std::uint8_t* at = out + head * a.stride + k * kBlockTokens;
+#pragma GCC unroll 4
+    for (int h = 0; h < Heads; ++h, at += a.stride) {
+      StoreBytes(at, sum[kTileBlocks * h]);
+      if (k + 1 < n) StoreBytes(at + kBlockTokens, sum[kTileBlocks * h + 1]);
     }
   }
 }
 
 // Blocks block .. block + n - 1 of the call, at most kWideBlocks.
 void SumWideBlocks(const ScanSumsArgs& a, const WidePlan& plan, int block, int n) {
-  Bytes index[kMaxPartGroups * kWideBlocks];
-  WaitingSums waiting;
+  Bytes index[kMaxGroups * kWideBlocks];
   const auto* words = reinterpret_cast<const unsigned char*>(a.planes + a.first + block);
   const auto* ahead = reinterpret_cast<const unsigned char*>(a.prefetch);
   if (ahead != nullptr) ahead += (a.first + block) * 8;
-  for (int part = 0; part < plan.n_parts; ++part) {
-    const int begin = part == 0 ? 0 : plan.part_end[part - 1];
-    for (int g = begin; g < plan.part_end[part]; ++g) {
-      const std::int64_t* offset = plan.offsets(a.group) + g * kWidePlanes;
-      WideIndices(words, offset, n, index + (g - begin) * kWideBlocks);
-      if (ahead == nullptr) continue;
-      for (int i = 0; i < kWidePlanes; ++i) PrefetchFar(ahead + offset[i]);
-    }
-    std::uint8_t* out = part + 1 == plan.n_parts ? a.sums + block * kBlockTokens : nullptr;
-    const auto of = [&](int head) { return out == nullptr ? out : out + head * a.stride; };
-    int head = 0;
-    for (; head + 4 <= a.group; head += 4) {
-      SumWidePart<4>(a, plan, index, part, head, &waiting, n, of(head));
-    }
-    for (; head + 2 <= a.group; head += 2) {
-      SumWidePart<2>(a, plan, index, part, head, &waiting, n, of(head));
-    }
-    for (; head < a.group; ++head) {
-      SumWidePart<1>(a, plan, index, part, head, &waiting, n, of(head));
-    }
+  const std::int64_t* offset = plan.offsets(a.group);
+  for (int g = 0; g < plan.n_groups; ++g, offset += kWidePlanes) {
+    WideIndices(words, offset, n, index + g * kWideBlocks);
+    if (ahead == nullptr) continue;
+    for (int i = 0; i < kWidePlanes; ++i) PrefetchFar(ahead + offset[i]);
   }
+  std::uint8_t* out = a.sums + block * kBlockTokens;
+  int head = 0;
+  for (; head + 4 <= a.group; head += 4) SumWideHeads<4>(a, plan, index, head, n, out);
+  for (; head + 2 <= a.group; head += 2) SumWideHeads<2>(a, plan, index, head, n, out);
+  for (; head < a.group; ++head) SumWideHeads<1>(a, plan, index, head, n, out);
 }
 
 void WideSums(const ScanSumsArgs* args) {
