@@ -37,6 +37,8 @@ constexpr std::array kTable = {
     BackendEntry{"cpu/avx2", "CPU kernels for AVX2, FMA and F16C", ProbeCpuAvx2, MakeCpuAvx2},
     BackendEntry{"cpu/avx512", "CPU kernels for AVX-512 F, BW, DQ and VL", ProbeCpuAvx512,
                  MakeCpuAvx512},
+    BackendEntry{"cpu/amx", "CPU kernels for AVX-512, prefill in AMX tiles of bf16", ProbeCpuAmx,
+                 MakeCpuAmx},
 };
 
 bool IsCpu(std::string_view name) { return name.substr(0, 4) == "cpu/"; }

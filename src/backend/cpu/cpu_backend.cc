@@ -39,6 +39,16 @@ std::string ProbeCpuAvx512() {
                   {f.avx512vl, "avx512vl"}});
 }
 
+std::string ProbeCpuAmx() {
+  std::string avx512 = ProbeCpuAvx512();
+  if (!avx512.empty()) return avx512;
+  const CpuFeatures& f = GetCpuFeatures();
+  std::string missing =
+      Missing({{f.avx512bf16, "avx512bf16"}, {f.amx_tile, "amx_tile"}, {f.amx_bf16, "amx_bf16"}});
+  if (!missing.empty()) return missing;
+  return AllowAmxTiles() ? "" : "the operating system does not allow the tile registers of AMX";
+}
+
 std::unique_ptr<Backend> MakeCpuAvx2(int n_threads) {
   return std::make_unique<CpuBackend>(cpu::Avx2Kernels(), n_threads);
 }
@@ -47,12 +57,18 @@ std::unique_ptr<Backend> MakeCpuAvx512(int n_threads) {
   return std::make_unique<CpuBackend>(cpu::Avx512Kernels(), n_threads);
 }
 
+std::unique_ptr<Backend> MakeCpuAmx(int n_threads) {
+  return std::make_unique<CpuBackend>(cpu::AmxKernels(), n_threads);
+}
+
 #else
 
 std::string ProbeCpuAvx2() { return "built for a processor that is not x86-64"; }
 std::string ProbeCpuAvx512() { return ProbeCpuAvx2(); }
+std::string ProbeCpuAmx() { return ProbeCpuAvx2(); }
 std::unique_ptr<Backend> MakeCpuAvx2(int) { return nullptr; }
 std::unique_ptr<Backend> MakeCpuAvx512(int) { return nullptr; }
+std::unique_ptr<Backend> MakeCpuAmx(int) { return nullptr; }
 
 #endif
 

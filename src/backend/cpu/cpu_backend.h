@@ -44,9 +44,11 @@ class CpuBackend : public Backend {
 // Why the kernels cannot run on this machine; empty when they can.
 std::string ProbeCpuAvx2();
 std::string ProbeCpuAvx512();
+std::string ProbeCpuAmx();  // asks the operating system for the tile registers
 
 std::unique_ptr<Backend> MakeCpuPortable(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx2(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx512(int n_threads);
+std::unique_ptr<Backend> MakeCpuAmx(int n_threads);
 
 }  // namespace fathom

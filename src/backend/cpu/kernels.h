@@ -149,5 +149,6 @@ struct KernelTable {
 const KernelTable* PortableKernels();
 const KernelTable* Avx2Kernels();
 const KernelTable* Avx512Kernels();
+const KernelTable* AmxKernels();  // avx512, with prefill in tiles of bf16
 
 }  // namespace fathom::cpu
