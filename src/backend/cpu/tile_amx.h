@@ -61,6 +61,10 @@ FATHOM_INLINE F32 PairBf16(F32 low, F32 high) {
 FATHOM_INLINE void StoreBf16(float* p, F32 first, F32 second) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(second, first)));
 }
+// To the second-level cache.
+FATHOM_INLINE void PrefetchFar(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
 // n a multiple of 32.
 FATHOM_INLINE bool AllFinite(const Half* p, std::int64_t n) {
   const I16 magnitude = _mm512_set1_epi16(0x7FFF);
