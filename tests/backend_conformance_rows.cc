@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Every backend against `ref`: what reads the fp16 rows, exact scores, attention and prefill.
+// Every backend against `ref`: what reads the fp16 rows, exact scores and attention.
 #include <gtest/gtest.h>
 
 #include "support/backend_cases.h"
@@ -207,100 +207,6 @@ TEST_P(BackendAttend, ThreadsDoNotChangeResults) {
 }
 
 FATHOM_TEST_ALL_BACKENDS(BackendAttend);
-
-// --- prefill ------------------------------------------------------------------------------------
-
-struct PrefillCase {
-  HeadGeometry geometry;
-  std::int64_t first = 0, n_queries = 0;
-};
-
-class BackendPrefill : public BackendTest {
- protected:
-  static std::vector<OffsetBuffer<Half>> Rows(const PrefillCase& c) {
-    std::vector<OffsetBuffer<Half>> rows;
-    rows.reserve(static_cast<std::size_t>(c.geometry.n_kv_heads));
-    for (std::int32_t h = 0; h < c.geometry.n_kv_heads; ++h) {
-      rows.emplace_back(RandomRows(DataKind::kNormal, c.first + c.n_queries, c.geometry.head_dim,
-                                   static_cast<std::uint64_t>(h) + 1));
-    }
-    return rows;
-  }
-
-  static std::vector<float> Run(const Backend& backend, const PrefillCase& c,
-                                const std::vector<OffsetBuffer<Half>>& rows) {
-    const std::int64_t size = c.n_queries * c.geometry.n_heads * c.geometry.head_dim;
-    const OffsetBuffer<float> q(RandomNormal(size, 12));
-    OffsetBuffer<float> out(static_cast<std::size_t>(size), 5.0f);
-    std::vector<const Half*> pointers;
-    pointers.reserve(rows.size());
-    for (const auto& r : rows) pointers.push_back(r.data());
-    backend.Prefill({c.geometry, 1 / std::sqrt(static_cast<float>(c.geometry.head_dim)), c.first,
-                     c.n_queries, q.data(), out.data(), pointers});
-    return {out.span().begin(), out.span().end()};
-  }
-
-  void Check(const PrefillCase& c) {
-    const auto rows = Rows(c);
-    EXPECT_TRUE(Near(Run(backend(), c, rows), Run(ref(), c, rows), kBound))
-        << "heads " << c.geometry.n_heads << '/' << c.geometry.n_kv_heads << " dim "
-        << c.geometry.head_dim << " first " << c.first << " n " << c.n_queries;
-  }
-};
-
-TEST_P(BackendPrefill, IsCloseToRef) {
-  for (const std::int64_t n : {0, 1, 5, 63, 64, 65, 200}) Check({{4, 2, 64}, 0, n});
-  for (const std::int64_t first : {1, 63, 64, 65, 300}) {
-    Check({{4, 2, 64}, first, 1});
-    Check({{4, 2, 64}, first, 70});
-  }
-  for (const std::int32_t group : {1, 2, 3, 5, 6, 7, 8, 16}) Check({{group, 1, 48}, 30, 77});
-  for (const std::int32_t dim : {16, 80, 128, 256}) Check({{4, 1, dim}, 10, 150});
-}
-
-TEST_P(BackendPrefill, SeveralTilesPerHead) { Check({{4, 2, 16}, 100, 900}); }
-
-TEST_P(BackendPrefill, LaterRowsMayHoldAnything) {
-  const PrefillCase c{{4, 2, 64}, 5, 150};
-  auto rows = Rows(c);
-  rows[0][(5 + 70) * 128 + 64 + 9] = kHalfInf;  // value of position 70 of the chunk
-  rows[1][(5 + 90) * 128 + 3] = kHalfNaN;       // key of position 90
-  const auto clean = Run(backend(), c, Rows(c));
-  const auto dirty = Run(backend(), c, rows);
-  EXPECT_TRUE(Near(dirty, Run(ref(), c, rows), kBound));
-  const std::size_t row = 4 * 64;
-  const std::size_t before = 70 * row;
-  EXPECT_TRUE(Near(std::span(dirty).first(before), std::span(clean).first(before), 1e-6));
-  EXPECT_TRUE(std::isinf(dirty[70 * row + 9]));
-  EXPECT_TRUE(std::isnan(dirty[90 * row + 2 * 64]));
-  EXPECT_FALSE(std::isnan(dirty[89 * row + 2 * 64]));
-}
-
-TEST_P(BackendPrefill, ThreadsDoNotChangeResults) {
-  const PrefillCase c{{4, 2, 32}, 10, 300};
-  const auto rows = Rows(c);
-  const auto one = Bits(Run(*WithThreads(1), c, rows));
-  EXPECT_EQ(Bits(Run(*WithThreads(2), c, rows)), one);
-  EXPECT_EQ(Bits(Run(*WithThreads(3), c, rows)), one);
-}
-
-// A chunk at a time or all at once: the same attention.
-TEST_P(BackendPrefill, ChunksJoin) {
-  const PrefillCase whole{{2, 1, 32}, 0, 200};
-  const auto rows = Rows(whole);
-  const auto expected = Run(backend(), whole, rows);
-  const OffsetBuffer<float> q(RandomNormal(200 * 64, 12));
-  std::vector<float> out(200 * 64);
-  for (std::int64_t first = 0; first < 200; first += 37) {
-    const std::int64_t n = std::min<std::int64_t>(37, 200 - first);
-    const std::vector<const Half*> pointers = {rows[0].data()};
-    backend().Prefill({whole.geometry, 1 / std::sqrt(32.0f), first, n, q.data() + first * 64,
-                       out.data() + first * 64, pointers});
-  }
-  EXPECT_TRUE(Near(out, expected, kBound));
-}
-
-FATHOM_TEST_ALL_BACKENDS(BackendPrefill);
 
 }  // namespace
 }  // namespace fathom::test

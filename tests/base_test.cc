@@ -127,6 +127,10 @@ TEST(CpuFeatures, AreConsistent) {
   if (f.avx512f) {
     EXPECT_TRUE(f.avx2);
   }
+  if (f.amx_bf16 || f.amx_int8 || AllowAmxTiles()) {
+    EXPECT_TRUE(f.amx_tile);
+  }
+  EXPECT_EQ(AllowAmxTiles(), AllowAmxTiles());
 }
 
 TEST(UsableProcessors, IsAtLeastOne) { EXPECT_GE(UsableProcessors(), 1); }

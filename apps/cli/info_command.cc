@@ -122,14 +122,14 @@ void PrintMachine() {
   std::printf("backends\n");
   for (const BackendInfo& backend : ListBackends()) {
     const std::string refusal = backend.available ? "" : "; not here: " + backend.reason;
-    std::printf("  %-13s %s%s\n", backend.name.c_str(), backend.description.c_str(),
+    std::printf("  %-17s %s%s\n", backend.name.c_str(), backend.description.c_str(),
                 refusal.c_str());
   }
   std::printf("\n");
   std::printf("methods (name:key=value,...)\n");
   for (const MethodInfo& method : ListMethods()) {
-    std::printf("  %-13s %s\n", method.name.c_str(), method.summary.c_str());
-    if (!method.options.empty()) std::printf("  %-13s %s\n", "", method.options.c_str());
+    std::printf("  %-17s %s\n", method.name.c_str(), method.summary.c_str());
+    if (!method.options.empty()) std::printf("  %-17s %s\n", "", method.options.c_str());
   }
 }
 

@@ -274,7 +274,7 @@ void MergeAttention(float* out, float* lse, const float* other, float other_lse,
                     std::int32_t head_dim);
 
 struct BackendInfo {
-  std::string name;  // "ref", "cpu/portable", "cpu/avx2", "cpu/avx512"
+  std::string name;  // "ref", "cpu/portable", "cpu/avx2", "cpu/avx512", "cpu/amx"
   std::string description;
   bool available = false;
   std::string reason;  // why not, when it is not available

@@ -17,6 +17,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace fathom {
 namespace {
@@ -31,12 +35,14 @@ std::uint64_t SavedState() {
   return (static_cast<std::uint64_t>(high) << 32) | low;
 }
 
-bool HasAmxInt8() {
+void DetectAmx(CpuFeatures* f) {
   constexpr std::uint64_t kTileState = (1u << 17) | (1u << 18);  // XTILECFG, XTILEDATA
-  if ((SavedState() & kTileState) != kTileState) return false;
+  if ((SavedState() & kTileState) != kTileState) return;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return false;
-  return (d & (1u << 24)) != 0 && (d & (1u << 25)) != 0;  // AMX-TILE, AMX-INT8
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d) == 0) return;
+  f->amx_tile = (d & (1u << 24)) != 0;
+  f->amx_bf16 = f->amx_tile && (d & (1u << 22)) != 0;
+  f->amx_int8 = f->amx_tile && (d & (1u << 25)) != 0;
 }
 
 // Asked directly: compilers differ in whether their built-in knows the name. The registers are
@@ -76,13 +82,23 @@ CpuFeatures Detect() {
   f.avx512vnni = __builtin_cpu_supports("avx512vnni") != 0;
   f.avx512bf16 = __builtin_cpu_supports("avx512bf16") != 0;
   f.gfni = __builtin_cpu_supports("gfni") != 0;
-  f.amx_int8 = HasAmxInt8();
+  DetectAmx(&f);
   f.brand = BrandString();
   return f;
 }
 #else
 CpuFeatures Detect() { return {}; }
 #endif
+
+bool RequestAmxTiles() {
+#if defined(__x86_64__) && defined(__linux__)
+  constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+  constexpr long kTileData = 18;               // its bit in XCR0
+  return GetCpuFeatures().amx_tile && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 int AffinityProcessors() {
   for (int capacity = CPU_SETSIZE; capacity <= (1 << 20); capacity *= 4) {
@@ -120,6 +136,11 @@ double DirQuota(const CgroupDir& dir) {
 const CpuFeatures& GetCpuFeatures() {
   static const CpuFeatures kFeatures = Detect();
   return kFeatures;
+}
+
+bool AllowAmxTiles() {
+  static const bool kAllowed = RequestAmxTiles();
+  return kAllowed;
 }
 
 double internal::CgroupCpuQuota(const std::string& root) {

@@ -7,8 +7,8 @@
 namespace fathom {
 
 // Each flag means that the processor has the instructions and the operating system saves their
-// registers. amx_int8 also needs a permission of the process (arch_prctl ARCH_REQ_XCOMP_PERM)
-// before the first use. All false outside x86-64.
+// registers. The amx_* instructions also need AllowAmxTiles before the first use. All false outside
+// x86-64.
 struct CpuFeatures {
   bool avx2 = false;
   bool fma = false;
@@ -21,12 +21,18 @@ struct CpuFeatures {
   bool avx512vnni = false;
   bool avx512bf16 = false;
   bool gfni = false;
+  bool amx_tile = false;
+  bool amx_bf16 = false;
   bool amx_int8 = false;
   std::string brand;  // as the processor calls itself; empty when it does not say
 };
 
 // Detected at the first call; thread-safe.
 const CpuFeatures& GetCpuFeatures();
+
+// Asks the operating system to let this process use the tile registers of AMX, once, at the first
+// call; thread-safe. False where there are none or it refuses. Holds for all threads.
+bool AllowAmxTiles();
 
 // Processors of the affinity mask, or the control group's CPU quota rounded up where that is fewer.
 // At least 1.

@@ -24,6 +24,8 @@ MachineInfo DescribeMachine() {
   add(cpu.avx512vnni, "avx512vnni");
   add(cpu.avx512bf16, "avx512bf16");
   add(cpu.gfni, "gfni");
+  add(cpu.amx_tile, "amx_tile");
+  add(cpu.amx_bf16, "amx_bf16");
   add(cpu.amx_int8, "amx_int8");
   machine.n_processors = UsableProcessors();
   machine.total_bytes = TotalMemoryBytes();

@@ -46,6 +46,16 @@ std::string ProbeCpuAvx512Vbmi() {
   return Missing({{f.avx512vbmi, "avx512vbmi"}, {f.avx512vnni, "avx512vnni"}, {f.gfni, "gfni"}});
 }
 
+std::string ProbeCpuAmx() {
+  std::string avx512 = ProbeCpuAvx512Vbmi();
+  if (!avx512.empty()) return avx512;
+  const CpuFeatures& f = GetCpuFeatures();
+  std::string missing =
+      Missing({{f.avx512bf16, "avx512bf16"}, {f.amx_tile, "amx_tile"}, {f.amx_bf16, "amx_bf16"}});
+  if (!missing.empty()) return missing;
+  return AllowAmxTiles() ? "" : "the operating system does not allow the tile registers of AMX";
+}
+
 std::unique_ptr<Backend> MakeCpuAvx2(int n_threads) {
   return std::make_unique<CpuBackend>(cpu::Avx2Kernels(), n_threads);
 }
@@ -66,6 +76,10 @@ std::unique_ptr<Backend> MakeCpuAvx512Masked(int n_threads) {
   return std::make_unique<CpuBackend>(cpu::Avx512MaskedKernels(), n_threads);
 }
 
+std::unique_ptr<Backend> MakeCpuAmx(int n_threads) {
+  return std::make_unique<CpuBackend>(cpu::AmxKernels(), n_threads);
+}
+
 #else
 
 std::string ProbeCpuAvx2() { return "built for a processor that is not x86-64"; }
@@ -76,6 +90,8 @@ std::unique_ptr<Backend> MakeCpuAvx512(int) { return nullptr; }
 std::unique_ptr<Backend> MakeCpuAvx512Vbmi(int) { return nullptr; }
 std::unique_ptr<Backend> MakeCpuAvx2Masked(int) { return nullptr; }
 std::unique_ptr<Backend> MakeCpuAvx512Masked(int) { return nullptr; }
+std::string ProbeCpuAmx() { return ProbeCpuAvx2(); }
+std::unique_ptr<Backend> MakeCpuAmx(int) { return nullptr; }
 
 #endif
 

@@ -46,6 +46,7 @@ class CpuBackend : public Backend {
 std::string ProbeCpuAvx2();
 std::string ProbeCpuAvx512();
 std::string ProbeCpuAvx512Vbmi();
+std::string ProbeCpuAmx();  // asks the operating system for the tile registers
 
 std::unique_ptr<Backend> MakeCpuPortable(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx2(int n_threads);
@@ -53,5 +54,6 @@ std::unique_ptr<Backend> MakeCpuAvx512(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx512Vbmi(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx2Masked(int n_threads);
 std::unique_ptr<Backend> MakeCpuAvx512Masked(int n_threads);
+std::unique_ptr<Backend> MakeCpuAmx(int n_threads);
 
 }  // namespace fathom

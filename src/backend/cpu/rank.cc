@@ -22,41 +22,22 @@
 
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/mean_scanner.h"
+#include "backend/cpu/score_key.h"
 #include "backend/cpu/scratch.h"
 
 namespace fathom {
 namespace {
+
+using cpu::KeyOfScore;
+using cpu::kMostTotal;
+using cpu::LeastTotal;
+using cpu::ScoreOfKey;
 
 constexpr std::int64_t kUnitBlocks = 8;  // a cache line of every plane
 constexpr std::int64_t kSample = 1024;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-// An integer of the same order as the score; NaN lowest. The kernels have the same.
-std::int32_t KeyOfScore(float score) {
-  if (std::isnan(score)) return std::numeric_limits<std::int32_t>::min();
-  const auto bits = std::bit_cast<std::int32_t>(score + 0.0f);
-  return bits >= 0 ? bits : bits ^ std::numeric_limits<std::int32_t>::max();
-}
-
-float ScoreOfKey(std::int32_t key) {
-  if (key == std::numeric_limits<std::int32_t>::min()) return kNaN;
-  return std::bit_cast<float>(key >= 0 ? key : key ^ std::numeric_limits<std::int32_t>::max());
-}
-
-constexpr std::int32_t kMostTotal = 1 << 25;  // beyond every T
-
-// The least T whose score is `score` or more.
-std::int32_t LeastTotal(float score, float scale) {
-  if (std::isnan(score) || !(scale > 0)) return score <= 0 ? -kMostTotal : kMostTotal;
-  const auto reaches = [&](std::int32_t t) { return static_cast<float>(t) * scale >= score; };
-  const double exact = static_cast<double>(score) / scale;
-  auto total = static_cast<std::int32_t>(std::clamp<double>(exact, -kMostTotal, kMostTotal));
-  while (total > -kMostTotal && reaches(total - 1)) --total;
-  while (total < kMostTotal && !reaches(total)) ++total;
-  return total;
-}
 
 // Scratch of one query head.
 struct QueryHead {
