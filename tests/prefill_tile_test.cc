@@ -38,7 +38,7 @@ class EmulatedPrefillTile : public testing::Test {
     return PrefillChecks([](int threads) {
       static const cpu::KernelTable kTable = [] {
         cpu::KernelTable table = *cpu::PortableKernels();
-        table.isa = cpu::kIsa;
+        table.isa = "portable";
         table.prefill_scratch = cpu::PrefillScratch;
         table.prefill_tile = cpu::PrefillTile;
         return table;

@@ -145,6 +145,7 @@ class HeadIndex {
 
  private:
   struct Segment;
+  struct Built;
   void PackBlocks(const Half* rows, std::int64_t n_blocks, const Backend& backend, bool building);
   void AddSegment(std::int32_t table);
   void AddNextSegment(BlockReader& reader, const Backend& backend);
@@ -159,6 +160,7 @@ class HeadIndex {
   IndexRules rules_;
   std::vector<float> cell_weight_;  // [D][4][4] of the paper codec, in units of the block's scale
   std::int64_t n_blocks_ = 0;
+  std::unique_ptr<Built> built_;  // memory of the segments that Build made
   std::vector<Segment> segments_;
   std::vector<SegmentView> views_;
   std::vector<MeanCodec> codecs_;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstddef>
+#include <cstring>
 #include <utility>
 
 #include "fathom/store.h"
@@ -27,8 +28,16 @@ std::int64_t IndexShape::IndexBytes(std::int64_t n_blocks) const {
   return (n_blocks + segment_blocks - 1) / segment_blocks * SegmentBytes();
 }
 
+// One piece of memory, so that it can lie in huge pages: a scan touches a few cache lines in very
+// many places.
+struct HeadIndex::Built {
+  AlignedBuffer bytes;
+  std::size_t n_segments = 0;
+};
+
 struct HeadIndex::Segment {
-  AlignedBuffer bytes;         // planes, then means or scales
+  std::byte* bytes = nullptr;  // planes, then means or scales; of `own` or of Built
+  AlignedBuffer own;
   CodecSums sums;              // of the last segment; released when the segment is closed
   std::vector<double> errors;  // [kLevels][D] summed squared errors; of closed segments only
 };
@@ -54,6 +63,11 @@ void HeadIndex::Build(const Half* rows, std::int64_t n_blocks, const Backend& ba
   assert(n_blocks_ == 0 && n_blocks > 0);
   const bool fit = shape_.codec == Codec::kMean && codec == nullptr;
   try {
+    built_ = std::make_unique<Built>();
+    built_->n_segments =
+        static_cast<std::size_t>((n_blocks + shape_.segment_blocks - 1) / shape_.segment_blocks);
+    built_->bytes =
+        AlignedBuffer(built_->n_segments * static_cast<std::size_t>(shape_.SegmentBytes()));
     if (fit) {
       BlockReader reader(rows, basis_);
       codecs_.push_back(FitSteps(reader, 0, n_blocks, shape_, rules_.ranges, kMeanReach));
@@ -106,12 +120,19 @@ void HeadIndex::PackBlocks(const Half* rows, std::int64_t n_blocks, const Backen
 
 void HeadIndex::AddSegment(std::int32_t table) {
   Segment segment;
-  segment.bytes = AlignedBuffer(static_cast<std::size_t>(shape_.SegmentBytes()));
+  const auto size = static_cast<std::size_t>(shape_.SegmentBytes());
+  if (segments_.size() < built_->n_segments) {
+    segment.bytes = built_->bytes.data() + segments_.size() * size;
+    std::memset(segment.bytes, 0, size);  // it may have held a segment that was cut off
+  } else {
+    segment.own = AlignedBuffer(size);
+    segment.bytes = segment.own.data();
+  }
   if (tracks()) segment.sums = CodecSums(shape_.head_dim);
   const std::size_t plane_bytes = layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks);
   SegmentView view;
-  view.planes = segment.bytes.as<std::uint64_t>();
-  view.side = segment.bytes.as<std::uint8_t>(plane_bytes);
+  view.planes = reinterpret_cast<std::uint64_t*>(segment.bytes);
+  view.side = reinterpret_cast<std::uint8_t*>(segment.bytes + plane_bytes);
   view.table = table;
   views_.reserve(views_.size() + 1);  // the two lists cannot come apart when memory runs out
   segments_.push_back(std::move(segment));
@@ -155,7 +176,7 @@ void HeadIndex::CloseSegment(std::size_t s, std::vector<double> errors) {
 
 // Arguments that pack x, or that have packed it, as block `block` of the last segment.
 PackArgs HeadIndex::BlockArgs(std::int32_t block, const float* x) {
-  AlignedBuffer& bytes = segments_.back().bytes;
+  std::byte* bytes = segments_.back().bytes;
   PackArgs args;
   args.codec = shape_.codec;
   args.head_dim = shape_.head_dim;
@@ -168,8 +189,9 @@ PackArgs HeadIndex::BlockArgs(std::int32_t block, const float* x) {
     args.mean_step = codec.mean_step.data();
     args.range = codec.range.data();
   }
-  args.planes = bytes.as<std::uint64_t>();
-  args.side = bytes.as<std::uint8_t>(layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks));
+  args.planes = reinterpret_cast<std::uint64_t*>(bytes);
+  args.side = reinterpret_cast<std::uint8_t*>(
+      bytes + layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks));
   return args;
 }
 
@@ -198,6 +220,7 @@ void HeadIndex::Truncate(const Half* rows, std::int64_t n_blocks) {
 
 void HeadIndex::Clear() {
   segments_.clear();
+  built_.reset();
   views_.clear();
   codecs_.clear();
   closed_errors_.clear();

@@ -4,6 +4,16 @@
 // base is a product of small integers, evaluated in floats: every partial sum is an integer below
 // 2^24, hence exact in any order, and so are the conversions.
 
+// Words that will be read soon: kAheadBlocks on, in this segment or from the start of the next;
+// null when there are none.
+FATHOM_INLINE const unsigned char* WordsAhead(const ScanSumsArgs& a, int block) {
+  constexpr int kAheadBlocks = 16;
+  const int at = block + kAheadBlocks;
+  if (at < a.count) return reinterpret_cast<const unsigned char*>(a.planes + a.first + at);
+  if (a.prefetch == nullptr) return nullptr;
+  return reinterpret_cast<const unsigned char*>(a.prefetch + (at - a.count));
+}
+
 // Mean codes of blocks block .. of one channel; beyond the segment, whatever the buffer holds.
 FATHOM_INLINE F32 LoadMeans(const ScanBaseArgs& a, int channel, int block) {
   const bool bytes = a.mean_bits == 8;

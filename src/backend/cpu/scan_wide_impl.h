@@ -182,8 +182,7 @@ FATHOM_INLINE void SumWideHeads(const ScanSumsArgs& a, const WidePlan& plan, con
 void SumWideBlocks(const ScanSumsArgs& a, const WidePlan& plan, int block, int n) {
   Bytes index[kMaxGroups * kWideBlocks];
   const auto* words = reinterpret_cast<const unsigned char*>(a.planes + a.first + block);
-  const auto* ahead = reinterpret_cast<const unsigned char*>(a.prefetch);
-  if (ahead != nullptr) ahead += (a.first + block) * 8;
+  const unsigned char* ahead = WordsAhead(a, block);
   const std::int64_t* offset = plan.offsets(a.group);
   for (int g = 0; g < plan.n_groups; ++g, offset += kWidePlanes) {
     WideIndices(words, offset, n, index + g * kWideBlocks);
