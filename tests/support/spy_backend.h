@@ -63,6 +63,7 @@ class SpyBackend final : public Backend {
     }
     inner_->Attend(args);
   }
+  void Weigh(const WeighArgs& args) const override { inner_->Weigh(args); }
   void Prefill(const PrefillArgs& args) const override { inner_->Prefill(args); }
 
   mutable std::vector<Attended> attended;            // of the last Attend, per KV head

@@ -28,6 +28,7 @@ class CpuBackend : public Backend {
   void Mass(const MassArgs& args) const override;
   void Select(const SelectArgs& args) const override;
   void Attend(const AttendArgs& args) const override;
+  void Weigh(const WeighArgs& args) const override;
   void Prefill(const PrefillArgs& args) const override;
 
  private:

@@ -11,13 +11,16 @@ static_assert(layout::SideBytes(Codec::kMean, 3, 4, 64) == 3 * 32);
 static_assert(layout::SideBytes(Codec::kMean, 3, 8, 64) == 3 * 64);
 
 #include "backend/cpu/attend_impl.h"
+#include "backend/cpu/attend_list_impl.h"
 #include "backend/cpu/mass_impl.h"
 #include "backend/cpu/pack_impl.h"
 #include "backend/cpu/prefill_impl.h"
 #include "backend/cpu/scan_impl.h"
 #include "backend/cpu/select_impl.h"
+#include "backend/cpu/weigh_impl.h"
 
 constexpr KernelTable kTable = {
-    kIsa,       PackSums, PackMaxima,   PackCodes,   ScanMean,       ScanPaper,   ScoreRows,
-    MassBlocks, TopK,     AttendListed, AttendDense, PrefillScratch, PrefillTile,
+    kIsa,       PackSums,    PackMaxima,  PackCodes,      ScanMean,
+    ScanPaper,  ScoreRows,   MassBlocks,  TopK,           AttendListed,
+    AttendKeys, AttendDense, WeighBlocks, PrefillScratch, PrefillTile,
 };

@@ -168,3 +168,6 @@ FATHOM_INLINE F32 LoadNibbles(const std::uint8_t* p) {
 FATHOM_INLINE void Prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
+FATHOM_INLINE void PrefetchFar(const void* p) {
+  _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}

@@ -192,3 +192,5 @@ FATHOM_INLINE F32 LoadNibbles(const std::uint8_t* p) {
   return x;
 }
 FATHOM_INLINE void Prefetch(const void* p) { __builtin_prefetch(p); }
+// To the second-level cache.
+FATHOM_INLINE void PrefetchFar(const void* p) { __builtin_prefetch(p, 0, 2); }
