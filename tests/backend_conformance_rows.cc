@@ -2,6 +2,7 @@
 // Every backend against `ref`: what reads the fp16 rows, exact scores and attention.
 #include <gtest/gtest.h>
 
+#include "support/attend_cases.h"
 #include "support/backend_cases.h"
 #include "support/compare.h"
 
@@ -9,27 +10,8 @@ namespace fathom::test {
 namespace {
 
 constexpr double kBound = 2e-5;  // relative L2
-constexpr float kLseBound = 1e-4f;
 constexpr Half kHalfInf = 0x7C00;
 constexpr Half kHalfNaN = 0x7E00;
-
-struct State {
-  std::vector<float> out, lse;
-};
-
-void ExpectSame(const State& actual, const State& expected, const std::string& what) {
-  EXPECT_TRUE(Near(actual.out, expected.out, kBound)) << what;
-  ASSERT_EQ(actual.lse.size(), expected.lse.size());
-  for (std::size_t i = 0; i < actual.lse.size(); ++i) {
-    const float a = actual.lse[i];
-    const float e = expected.lse[i];
-    if (std::isnan(e) || std::isinf(e)) {
-      EXPECT_TRUE(a == e || (std::isnan(a) && std::isnan(e))) << what << " lse " << a << ' ' << e;
-    } else {
-      EXPECT_NEAR(a, e, kLseBound) << what;
-    }
-  }
-}
 
 // --- exact scores -------------------------------------------------------------------------------
 
@@ -75,52 +57,10 @@ FATHOM_TEST_ALL_BACKENDS(BackendScore);
 
 // --- attend -------------------------------------------------------------------------------------
 
-struct AttendCase {
-  std::int32_t dim = 64;
-  std::int32_t group = 4;
-  std::vector<OffsetBuffer<Half>> rows;  // per KV head
-  std::vector<std::int32_t> tokens;
-  std::vector<std::uint16_t> mask;
-  std::int64_t n_attended = 0;
-  bool dense = false;
-};
-
-AttendCase MakeAttend(std::int32_t dim, std::int32_t group, std::int64_t n, bool dense) {
-  AttendCase c{.dim = dim, .group = group, .rows = {}, .tokens = {}, .mask = {}};
-  c.dense = dense;
-  c.n_attended = n;
-  Random random(8);
-  for (std::int64_t i = 0; !dense && i < n; ++i) {
-    c.tokens.push_back(static_cast<std::int32_t>(3 * i + random.Integer(0, 2)));
-    c.mask.push_back(static_cast<std::uint16_t>(random.Integer(1, (1 << group) - 1)));
-  }
-  for (std::uint64_t h = 0; h < 2; ++h) {
-    c.rows.emplace_back(RandomRows(DataKind::kNormal, dense ? n : 3 * n, dim, 9 + h));
-  }
-  return c;
-}
-
 class BackendAttend : public BackendTest {
  protected:
-  static State Run(const Backend& backend, const AttendCase& c) {
-    const std::size_t n_heads = c.rows.size();
-    const auto out_size = static_cast<std::size_t>(c.group * c.dim);
-    const OffsetBuffer<float> q(RandomNormal(static_cast<std::int64_t>(n_heads * out_size), 11));
-    OffsetBuffer<float> out(n_heads * out_size, 5.0f);
-    OffsetBuffer<float> lse(n_heads * static_cast<std::size_t>(c.group), 5.0f);
-    std::vector<AttendHead> heads;
-    for (std::size_t h = 0; h < n_heads; ++h) {
-      heads.push_back({c.rows[h].data(), q.data() + h * out_size,
-                       c.dense ? nullptr : c.tokens.data(), c.dense ? nullptr : c.mask.data(),
-                       c.n_attended, out.data() + h * out_size,
-                       lse.data() + h * static_cast<std::size_t>(c.group)});
-    }
-    backend.Attend({c.dim, c.group, 1 / std::sqrt(static_cast<float>(c.dim)), heads});
-    return {{out.span().begin(), out.span().end()}, {lse.span().begin(), lse.span().end()}};
-  }
-
   void Check(const AttendCase& c) {
-    ExpectSame(Run(backend(), c), Run(ref(), c),
+    ExpectSame(RunAttend(backend(), c), RunAttend(ref(), c),
                "dim " + std::to_string(c.dim) + " group " + std::to_string(c.group) + " n " +
                    std::to_string(c.n_attended) + (c.dense ? " dense" : " listed"));
   }
@@ -141,8 +81,8 @@ TEST_P(BackendAttend, IsCloseToRef) {
 TEST_P(BackendAttend, AHeadThatAttendsNothing) {
   AttendCase c = MakeAttend(64, 3, 300, false);
   for (auto& m : c.mask) m = static_cast<std::uint16_t>(m & 5);
-  const State actual = Run(backend(), c);
-  ExpectSame(actual, Run(ref(), c), "head 1 masked");
+  const AttendState actual = RunAttend(backend(), c);
+  ExpectSame(actual, RunAttend(ref(), c), "head 1 masked");
   EXPECT_EQ(actual.lse[1], -std::numeric_limits<float>::infinity());
   for (std::size_t d = 64; d < 128; ++d) EXPECT_EQ(actual.out[d], 0.0f);
 }
@@ -163,7 +103,7 @@ TEST_P(BackendAttend, HotAndColdScores) {
 TEST_P(BackendAttend, MaskedRowsMayHoldAnything) {
   AttendCase c = MakeAttend(64, 3, 300, false);
   for (auto& m : c.mask) m = 7;
-  const State clean = Run(backend(), c);
+  const AttendState clean = RunAttend(backend(), c);
   AttendCase dirty = c;
   const std::size_t row = static_cast<std::size_t>(c.tokens[150]) * 128;
   for (auto& rows : dirty.rows) {
@@ -172,10 +112,10 @@ TEST_P(BackendAttend, MaskedRowsMayHoldAnything) {
   }
   dirty.mask[150] = 2;  // only head 1 attends the row
   c.mask[150] = 2;
-  const State reference = Run(backend(), c);
-  const State actual = Run(backend(), dirty);
-  ExpectSame(actual, Run(ref(), dirty), "dirty row");
-  const auto heads = [](const State& s, std::size_t h) {
+  const AttendState reference = RunAttend(backend(), c);
+  const AttendState actual = RunAttend(backend(), dirty);
+  ExpectSame(actual, RunAttend(ref(), dirty), "dirty row");
+  const auto heads = [](const AttendState& s, std::size_t h) {
     return Bits(std::span(s.out).subspan(h * 64, 64));
   };
   EXPECT_EQ(heads(actual, 0), heads(reference, 0));
@@ -197,9 +137,9 @@ TEST_P(BackendAttend, NotANumberByPlace) {
 TEST_P(BackendAttend, ThreadsDoNotChangeResults) {
   for (const bool dense : {false, true}) {
     const AttendCase c = MakeAttend(64, 4, 3000, dense);
-    const State one = Run(*WithThreads(1), c);
+    const AttendState one = RunAttend(*WithThreads(1), c);
     for (const int threads : {2, 3}) {
-      const State more = Run(*WithThreads(threads), c);
+      const AttendState more = RunAttend(*WithThreads(threads), c);
       EXPECT_EQ(Bits(more.out), Bits(one.out));
       EXPECT_EQ(Bits(more.lse), Bits(one.lse));
     }

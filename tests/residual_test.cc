@@ -393,8 +393,9 @@ TEST(ResidualMass, OfOnePassIsThatOfScores) {
     session.AddRecent({2900, 2950}, 32);
     session.Write();
     const std::string spec = std::string("fathom:bits=20,k=200,min=0,residual=") + rule;
-    const Calibration calibration = session.WithFactor(spec, 1);
-    const auto method = session.Make(spec, &calibration);
+    const auto method = session.Make(spec);
+    method->BuildIndex(3000);
+    EXPECT_GT(std::ranges::max(method->residual_factors()), 0.1F);
     for (const double size : {0.5, 2.0, 6.0}) {
       const auto q = session.Query(33, size);
       session.spy.compose_rank = false;

@@ -220,6 +220,18 @@ struct RankArgs {
 
 // --- attend: softmax attention of one query position over chosen rows
 // -------------------------------------------------
+// With least_weight > 0 the values of listed rows are read lazily: not where all heads that attend
+// a row are known to give it less weight. With s_h(i) = scale * q_h . k_i, and base_h the log of
+// the sum of exp(s_h) over those rows that h attends among the first kSinks and the last kWindow
+// listed ones
+// (-inf without any), a row is light for h when s_h(i) < base_h + log(least_weight), else heavy,
+// and
+//   out_h = (sum over heavy i of e^s_h(i) v_i + sum over light i of e^s_h(i) * mean_value) /
+//           (sum over all i of e^s_h(i)).
+// base_h is a lower bound of lse_h, so every row with a softmax weight of at least least_weight is
+// heavy. The value of a row that is heavy for no head is not read and may hold anything. lse is
+// that of all attended rows either way. s and base are of single precision: which side a row within
+// 1e-5 of the limit falls on is the backend's choice, but not one of the number of threads.
 struct AttendHead {
   const Half* rows = nullptr;  // [n_tokens][2][D], read in place
   const float* q = nullptr;    // [group][D]
@@ -230,6 +242,8 @@ struct AttendHead {
   std::int64_t n_attended = 0;
   float* out = nullptr;  // [group][D]; zeros where a head attends nothing
   float* lse = nullptr;  // [group] log of the sum of exp, -inf where a head attends nothing
+  const float* mean_value = nullptr;  // [D] finite, for light rows; null: zeros
+  std::int64_t* n_values = nullptr;   // out, unless null: rows of which the value was read
 };
 
 struct AttendArgs {
@@ -237,6 +251,29 @@ struct AttendArgs {
   std::int32_t group = 0;
   float scale = 0;  // 1/sqrt(D)
   std::span<const AttendHead> heads;
+  float least_weight = 0;  // 0: all values are read; heads with null tokens always read all
+};
+
+// --- weigh: values by mass, block by block
+// ----------------------------------------------------------------------------------------------
+// What tokens that were not attended add to attention, by the mean values of their blocks:
+//   out_h = sum over read blocks b of mass_h(b) means(b) + (sum over the other blocks of mass_h(b))
+//   * mean.
+// A block is read, for all heads alike, when mass_h(b) > least_h for at least one of them.
+struct WeighHead {
+  const Half* means = nullptr;     // [n_blocks][D]; null: no block is read
+  const float* mean = nullptr;     // [D]
+  const float* mass = nullptr;     // [group][n_blocks]
+  const float* least = nullptr;    // [group]; may be null with null means
+  float* out = nullptr;            // [group][D]
+  std::int64_t* n_read = nullptr;  // out, unless null: blocks that were read
+};
+
+struct WeighArgs {
+  std::int32_t head_dim = 0;
+  std::int32_t group = 0;
+  std::int64_t n_blocks = 0;
+  std::span<const WeighHead> heads;
 };
 
 // --- prefill: dense causal attention of a chunk
@@ -265,6 +302,7 @@ class Backend {
   virtual void Select(const SelectArgs& args) const = 0;
   virtual void Rank(const RankArgs& args) const = 0;
   virtual void Attend(const AttendArgs& args) const = 0;
+  virtual void Weigh(const WeighArgs& args) const = 0;
   virtual void Prefill(const PrefillArgs& args) const = 0;
 };
 

@@ -70,6 +70,7 @@ class SpyBackend final : public Backend {
     }
     inner_->Attend(args);
   }
+  void Weigh(const WeighArgs& args) const override { inner_->Weigh(args); }
   void Prefill(const PrefillArgs& args) const override { inner_->Prefill(args); }
 
   // Rank is made of Scan, Select and Mass, and so it is while on_select is set.

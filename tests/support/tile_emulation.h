@@ -90,7 +90,6 @@ inline void StoreBf16(float* p, F32 first, F32 second) {
   }
   __builtin_memcpy(p, bf16, sizeof bf16);
 }
-inline void PrefetchFar(const void*) {}
 inline bool AllFinite(const Half* p, std::int64_t n) {
   for (std::int64_t i = 0; i < n; ++i) {
     if ((p[i] & 0x7C00) == 0x7C00) return false;

@@ -1,7 +1,13 @@
 // SPDX-License-Identifier: MIT
-// Attend: a task per KV head and chunk of rows, then a task per query head that joins the chunks in
-// order. Chunk sizes depend on the kind of call only. Unfinished states are joined at once rather
-// than by repeated MergeAttention: one exp per chunk and no division until the end.
+// Attend: rows are cut into chunks whose sizes depend on the kind of call only. A thread takes
+// neighbouring chunks, so that a kernel fetches the next while it computes, and leaves a softmax
+// state for each; a task per query head joins them in order. Unfinished states are joined at once
+// rather than by repeated MergeAttention: one exp per chunk and no division until the end.
+//
+// Lazy values need a lower bound of each head's lse before the first value is read: each thread
+// scores the first and last rows for itself, which costs less than a barrier.
+#include <omp.h>
+
 #include <algorithm>
 #include <cassert>
 #include <cmath>
@@ -15,105 +21,220 @@ namespace {
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-int ChunkRows(const AttendHead& head) {
-  return head.tokens == nullptr ? cpu::kAttendDenseRows : cpu::kAttendListRows;
+std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+// Listed rows are cut into a power of two of equal chunks, so that few KV heads keep many threads
+// equally busy.
+std::int64_t ChunkRows(const AttendHead& head) {
+  if (head.tokens == nullptr) return cpu::kAttendDenseRows;
+  std::int64_t chunks = 1;
+  while (chunks * cpu::kAttendListRows < head.n_attended) chunks *= 2;
+  return std::max<std::int64_t>((head.n_attended + chunks - 1) / chunks, 1);
 }
 
 std::int64_t Chunks(const AttendHead& head) {
-  return (head.n_attended + ChunkRows(head) - 1) / ChunkRows(head);
+  const std::int64_t rows = ChunkRows(head);
+  return (head.n_attended + rows - 1) / rows;
 }
 
-// Partial states of a call: chunks of head 0, then of head 1, ..; each out [group][D], top [group],
-// sum [group].
+// What chunks leave, those of KV head 0 first.
 struct Partials {
-  float* data;
-  std::size_t chunk_floats;
-
-  float* chunk(std::int64_t i) const { return data + static_cast<std::size_t>(i) * chunk_floats; }
+  float* out;              // [n_chunks][group][head_dim]
+  float* top;              // [n_chunks][group]
+  float* sum;              // [n_chunks][group]
+  float* light;            // [n_chunks][group] (listed rows)
+  std::int32_t* n_values;  // [n_chunks] (listed rows)
 };
 
-void RunChunk(const cpu::KernelTable& k, const AttendArgs& a, const AttendHead& head,
-              std::int64_t chunk, float* state) {
-  const std::int64_t first = chunk * ChunkRows(head);
-  const bool dense = head.tokens == nullptr;
-  const auto n =
-      static_cast<std::int32_t>(std::min<std::int64_t>(head.n_attended - first, ChunkRows(head)));
-  float* top = state + static_cast<std::size_t>(a.group) * static_cast<std::size_t>(a.head_dim);
-  const cpu::AttendChunkArgs args = {dense ? head.rows + first * 2 * a.head_dim : head.rows,
-                                     head.q,
-                                     dense ? nullptr : head.tokens + first,
-                                     dense ? nullptr : head.mask + first,
-                                     n,
-                                     a.head_dim,
-                                     a.group,
-                                     a.scale,
-                                     state,
-                                     top,
-                                     top + a.group};
-  (dense ? k.attend_dense : k.attend_listed)(&args);
-}
+// The state of one query head over all of its chunks.
+struct Softmax {
+  float shift;  // the largest score, or 0 without any
+  double sum;   // of exp(score - shift)
+};
 
-// The chunks of one query head: out = sum e^(top_c - top) out_c / sum e^(top_c - top) sum_c.
-void JoinChunks(const AttendArgs& a, const AttendHead& head, int h, const Partials& partials,
-                std::int64_t first, std::int64_t n) {
-  const std::size_t dim = static_cast<std::size_t>(a.head_dim);
-  const std::size_t group = static_cast<std::size_t>(a.group);
-  float* out = head.out + static_cast<std::size_t>(h) * dim;
-  std::fill(out, out + dim, 0.0f);
-  float top = kNothing;
-  for (std::int64_t c = 0; c < n; ++c) {
-    top = std::max(top, partials.chunk(first + c)[group * dim + static_cast<std::size_t>(h)]);
+class AttendCall {
+ public:
+  AttendCall(const cpu::KernelTable& kernels, const AttendArgs& args)
+      : k_(kernels), a_(args), group_(args.group), dim_(args.head_dim) {
+    for (const AttendHead& head : a_.heads) n_chunks_ += Chunks(head);
+    TakeScratch();
+    first_chunk_[0] = 0;
+    for (std::size_t i = 0; i < a_.heads.size(); ++i) {
+      first_chunk_[i + 1] = first_chunk_[i] + Chunks(a_.heads[i]);
+    }
   }
-  const float shift = top == kNothing ? 0 : top;
-  double sum = 0;
-  for (std::int64_t c = 0; c < n; ++c) {
-    const float* state = partials.chunk(first + c);
-    const float* tops = state + group * dim;
-    const float weight = std::exp(tops[h] - shift);
-    sum += static_cast<double>(weight) * tops[group + static_cast<std::size_t>(h)];
-    const float* part = state + static_cast<std::size_t>(h) * dim;
-    for (std::size_t d = 0; d < dim; ++d) out[d] += weight * part[d];
+
+  std::int64_t n_chunks() const { return n_chunks_; }
+  std::int64_t n_query_heads() const { return static_cast<std::int64_t>(a_.heads.size()) * group_; }
+
+  // Chunks first .. last - 1 of all.
+  void Run(std::int64_t first, std::int64_t last) const {
+    for (std::size_t i = 0; i < a_.heads.size(); ++i) {
+      const AttendHead& head = a_.heads[i];
+      const std::int64_t from = std::max(first, first_chunk_[i]);
+      const std::int64_t to = std::min(last, first_chunk_[i + 1]);
+      if (from >= to) continue;
+      if (head.tokens != nullptr) {
+        RunListed(head, from - first_chunk_[i], to - from, from);
+        continue;
+      }
+      for (std::int64_t c = from; c < to; ++c) RunDense(head, c - first_chunk_[i], c);
+    }
   }
-  const auto inverse = static_cast<float>(sum == 0 ? 0 : 1 / sum);
-  for (std::size_t d = 0; d < dim; ++d) out[d] *= inverse;
-  head.lse[h] = sum == 0 ? kNothing : static_cast<float>(shift + std::log(sum));
-}
+
+  void Join(std::int64_t query_head) const {
+    const std::size_t i = Size(query_head / group_);
+    const std::int64_t h = query_head % group_;
+    const AttendHead& head = a_.heads[i];
+    const Softmax whole = WholeOf(first_chunk_[i], Chunks(head), h);
+    JoinStates(head, first_chunk_[i], h, whole);
+    head.lse[h] = whole.sum == 0 ? kNothing : static_cast<float>(whole.shift + std::log(whole.sum));
+    if (h == 0 && head.n_values != nullptr) *head.n_values = Values(head, first_chunk_[i]);
+  }
+
+ private:
+  void TakeScratch() {
+    const std::size_t small = Size(n_chunks_ * group_);
+    const std::size_t index = cpu::LineBytes<std::int64_t>(a_.heads.size() + 1);
+    const std::size_t out = cpu::LineBytes<float>(small * Size(dim_));
+    const std::size_t part = cpu::LineBytes<float>(small);
+    std::byte* at = cpu::Scratch::Take(index + out + 4 * part);
+    const auto take = [&at](std::size_t bytes) {
+      at += bytes;
+      return reinterpret_cast<float*>(at - bytes);
+    };
+    first_chunk_ = reinterpret_cast<std::int64_t*>(take(index));
+    p_ = {take(out), take(part), take(part), take(part),
+          reinterpret_cast<std::int32_t*>(take(part))};
+  }
+
+  void RunDense(const AttendHead& head, std::int64_t chunk, std::int64_t at) const {
+    const std::int64_t first = chunk * cpu::kAttendDenseRows;
+    const auto n = static_cast<std::int32_t>(
+        std::min<std::int64_t>(head.n_attended - first, cpu::kAttendDenseRows));
+    const cpu::AttendDenseArgs args = {head.rows + first * 2 * dim_,
+                                       head.q,
+                                       n,
+                                       a_.head_dim,
+                                       a_.group,
+                                       a_.scale,
+                                       p_.out + at * group_ * dim_,
+                                       p_.top + at * group_,
+                                       p_.sum + at * group_};
+    k_.attend_dense(&args);
+  }
+
+  // n chunks of a KV head; the first is chunk `chunk` of the head and chunk `at` of all.
+  void RunListed(const AttendHead& head, std::int64_t chunk, std::int64_t n,
+                 std::int64_t at) const {
+    float limit[kMaxGroup];
+    if (a_.least_weight > 0) FindLimits(head, limit);
+    const std::int64_t rows = ChunkRows(head);
+    const std::int64_t first = chunk * rows;
+    const std::int64_t small = at * group_;
+    const cpu::AttendListArgs args = {head.rows,
+                                      head.q,
+                                      head.tokens + first,
+                                      head.mask + first,
+                                      std::min(head.n_attended - first, n * rows),
+                                      static_cast<std::int32_t>(rows),
+                                      a_.head_dim,
+                                      a_.group,
+                                      a_.scale,
+                                      p_.out + small * dim_,
+                                      p_.top + small,
+                                      p_.sum + small,
+                                      a_.least_weight > 0 ? limit : nullptr,
+                                      p_.light + small,
+                                      p_.n_values + at};
+    k_.attend_listed(&args);
+  }
+
+  // limit: [group] base_h + log(least_weight).
+  void FindLimits(const AttendHead& head, float* limit) const {
+    constexpr std::int64_t kEnds = kSinks + kWindow;
+    std::int32_t tokens[kEnds];
+    std::uint16_t mask[kEnds];
+    const std::int64_t n = std::min(head.n_attended, kEnds);
+    for (std::int64_t i = 0; i < n; ++i) {
+      const std::int64_t from = i < kSinks ? i : head.n_attended - n + i;
+      tokens[i] = head.tokens[from];
+      mask[i] = head.mask[from];
+    }
+    float top[kMaxGroup];
+    float sum[kMaxGroup];
+    const cpu::AttendListArgs args = {head.rows, head.q,      tokens,   mask,     n,
+                                      kEnds,     a_.head_dim, a_.group, a_.scale, nullptr,
+                                      top,       sum,         nullptr,  nullptr,  nullptr};
+    k_.attend_keys(&args);
+    for (std::int64_t h = 0; h < group_; ++h) {
+      limit[h] = top[h] + std::log(sum[h]) + std::log(a_.least_weight);
+    }
+  }
+
+  Softmax WholeOf(std::int64_t first, std::int64_t n, std::int64_t h) const {
+    float top = kNothing;
+    for (std::int64_t c = first; c < first + n; ++c) top = std::max(top, p_.top[c * group_ + h]);
+    const float shift = top == kNothing ? 0 : top;
+    double sum = 0;
+    for (std::int64_t c = first; c < first + n; ++c) {
+      const float weight = std::exp(p_.top[c * group_ + h] - shift);
+      sum += static_cast<double>(weight) * p_.sum[c * group_ + h];
+    }
+    return {shift, sum};
+  }
+
+  // out = sum of e^(top_c - shift) (out_c + light_c mean_value) / sum.
+  void JoinStates(const AttendHead& head, std::int64_t first, std::int64_t h,
+                  const Softmax& whole) const {
+    float* out = head.out + h * dim_;
+    std::fill(out, out + dim_, 0.0f);
+    double light = 0;
+    for (std::int64_t c = first; c < first + Chunks(head); ++c) {
+      const float weight = std::exp(p_.top[c * group_ + h] - whole.shift);
+      const float* part = p_.out + (c * group_ + h) * dim_;
+      for (std::int64_t d = 0; d < dim_; ++d) out[d] += weight * part[d];
+      if (head.tokens != nullptr) light += static_cast<double>(weight) * p_.light[c * group_ + h];
+    }
+    const bool adds_light = light != 0 && head.mean_value != nullptr;
+    for (std::int64_t d = 0; adds_light && d < dim_; ++d) {
+      out[d] += static_cast<float>(light) * head.mean_value[d];
+    }
+    const auto inverse = static_cast<float>(whole.sum == 0 ? 0 : 1 / whole.sum);
+    for (std::int64_t d = 0; d < dim_; ++d) out[d] *= inverse;
+  }
+
+  std::int64_t Values(const AttendHead& head, std::int64_t first) const {
+    if (head.tokens == nullptr) return head.n_attended;
+    std::int64_t n = 0;
+    for (std::int64_t c = first; c < first + Chunks(head); ++c) n += p_.n_values[c];
+    return n;
+  }
+
+  const cpu::KernelTable& k_;
+  const AttendArgs& a_;
+  const std::int64_t group_;
+  const std::int64_t dim_;
+  std::int64_t n_chunks_ = 0;
+  std::int64_t* first_chunk_ = nullptr;  // [n_kv_heads + 1]
+  Partials p_ = {};
+};
 
 }  // namespace
 
 void CpuBackend::Attend(const AttendArgs& a) const {
   assert(a.group > 0 && a.group <= kMaxGroup);
   assert(a.head_dim > 0 && a.head_dim <= kMaxHeadDim && a.head_dim % 16 == 0);
-  const auto n_heads = static_cast<std::int64_t>(a.heads.size());
-  std::int64_t n_chunks = 0;
-  for (const AttendHead& head : a.heads) n_chunks += Chunks(head);
-  const auto group = static_cast<std::size_t>(a.group);
-  const std::size_t state_floats =
-      cpu::LineBytes<float>(group * (static_cast<std::size_t>(a.head_dim) + 2)) / sizeof(float);
-  const std::size_t index_bytes = cpu::LineBytes<std::int64_t>(a.heads.size() + 1);
-  std::byte* scratch = cpu::Scratch::Take(index_bytes + static_cast<std::size_t>(n_chunks) *
-                                                            state_floats * sizeof(float));
-  auto* first_chunk = reinterpret_cast<std::int64_t*>(scratch);
-  const Partials partials = {reinterpret_cast<float*>(scratch + index_bytes), state_floats};
-  first_chunk[0] = 0;
-  for (std::int64_t i = 0; i < n_heads; ++i) {
-    first_chunk[i + 1] = first_chunk[i] + Chunks(a.heads[static_cast<std::size_t>(i)]);
-  }
-#pragma omp parallel num_threads(Team(n_chunks)) if (n_chunks > 1)
+  const AttendCall call(*kernels_, a);
+  const std::int64_t n = call.n_chunks();
+#pragma omp parallel num_threads(Team(n)) if (n > 1)
   {
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < n_chunks; ++i) {
-      const std::int64_t* next = std::upper_bound(first_chunk, first_chunk + n_heads + 1, i);
-      const std::int64_t at = next - first_chunk - 1;
-      RunChunk(*kernels_, a, a.heads[static_cast<std::size_t>(at)], i - first_chunk[at],
-               partials.chunk(i));
-    }
+    const std::int64_t me = omp_get_thread_num();
+    const std::int64_t team = omp_get_num_threads();
+    call.Run(n * me / team, n * (me + 1) / team);
+#pragma omp barrier
 #pragma omp for schedule(static)
-    for (std::int64_t i = 0; i < n_heads * a.group; ++i) {
-      const std::int64_t at = i / a.group;
-      JoinChunks(a, a.heads[static_cast<std::size_t>(at)], static_cast<int>(i % a.group), partials,
-                 first_chunk[at], first_chunk[at + 1] - first_chunk[at]);
-    }
+    for (std::int64_t i = 0; i < call.n_query_heads(); ++i) call.Join(i);
   }
 }
 

@@ -4,12 +4,10 @@
 //   score = q . k;   p = exp(scale * score - top);   out = sum p v, sum = sum p
 //
 // A key is converted once for the whole group; kLanes rows are dotted at a time, one accumulator
-// each, and a transposing reduction leaves one score per lane. Listed rows go head by head over the
-// rows whose mask names the head, straight from fp16: the union of a group has 1.4 heads per row,
-// so that is less work than all heads on all rows, and a row never touches a head that does not
-// attend it. Dense rows go through all heads, values in slabs of four heads by kAttendVectors.
-// Bound by memory (512 bytes a row at D = 128): listed rows are prefetched kLanes rows ahead.
-// A chunk is one softmax; the driver joins chunks in order, so threads do not change results.
+// each, and a transposing reduction leaves one score per lane. Dense rows go through all heads,
+// values in slabs of four heads by kAttendVectors. Bound by memory (512 bytes a row at D = 128),
+// which the hardware prefetches. A chunk is one softmax; the driver joins chunks in order, so
+// threads do not change results. Listed rows are in attend_list_impl.h.
 
 // exp(x) for x <= 88 or NaN, relative error below 2e-7; 0 below -87.3. The range ends where the
 // power of two would leave that of ScaleByPowerOf2, 2^127.
@@ -48,18 +46,6 @@ FATHOM_INLINE F32 DotKeys(const float* keys, const float* q, int head_dim) {
     const F32 x = Load(q + d);
 #pragma GCC unroll 16
     for (int r = 0; r < kLanes; ++r) sum[r] = MulAdd(Load(keys + r * head_dim + d), x, sum[r]);
-  }
-  return ReduceRows(sum);
-}
-
-FATHOM_INLINE F32 DotListed(const Half* const* rows, const float* q, int head_dim) {
-  F32 sum[kLanes];
-#pragma GCC unroll 16
-  for (int r = 0; r < kLanes; ++r) sum[r] = Zero();
-  for (int d = 0; d < head_dim; d += kLanes) {
-    const F32 x = Load(q + d);
-#pragma GCC unroll 16
-    for (int r = 0; r < kLanes; ++r) sum[r] = MulAdd(LoadHalf(rows[r] + d), x, sum[r]);
   }
   return ReduceRows(sum);
 }
@@ -107,84 +93,9 @@ void SoftmaxChunk(float* s, int n, float scale, float* top, float* sum) {
   *sum = ReduceAdd(total);
 }
 
-// The rows of a chunk that one head attends.
-struct RowList {
-  int n;
-  const Half* row[kAttendListRows + kLanes];
-};
-
-void ListRows(const AttendChunkArgs& a, int h, RowList* list) {
-  int n = 0;
-  for (int i = 0; i < a.n_rows; ++i) {
-    list->row[n] = a.rows + static_cast<std::int64_t>(a.tokens[i]) * 2 * a.head_dim;
-    n += a.mask[i] >> h & 1;
-  }
-  list->n = n;
-  for (int r = 0; n > 0 && r < kLanes; ++r) {
-    list->row[n + r] = list->row[n - 1];  // completes the last vector
-  }
-}
-
-// Rows first .. first + kLanes - 1 of the list, keys and values.
-FATHOM_INLINE void PrefetchRows(const RowList& list, int first, int head_dim) {
-  constexpr int kLineHalves = 32;
-  const int end = first + kLanes < list.n ? first + kLanes : list.n;
-  for (int r = first; r < end; ++r) {
-    for (int d = 0; d < 2 * head_dim; d += kLineHalves) Prefetch(list.row[r] + d);
-  }
-}
-
-template <int Vectors>
-FATHOM_INLINE void SumListed(const RowList& list, const float* p, int at, float* out) {
-  F32 sum[Vectors];
-#pragma GCC unroll 16
-  for (int v = 0; v < Vectors; ++v) sum[v] = Zero();
-  for (int i = 0; i < list.n; ++i) {
-    const F32 weight = Set(p[i]);
-    const Half* value = list.row[i] + at;
-#pragma GCC unroll 16
-    for (int v = 0; v < Vectors; ++v) {
-      sum[v] = MulAdd(weight, LoadHalf(value + v * kLanes), sum[v]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int v = 0; v < Vectors; ++v) Store(out + v * kLanes, sum[v]);
-}
-
-void AttendListedHead(const AttendChunkArgs& a, const RowList& list, const RowList& next, int h) {
-  const int dim = a.head_dim;
-  alignas(64) float p[kAttendListRows];
-  for (int i = 0; i < list.n; i += kLanes) {
-    PrefetchRows(list, i + kLanes, dim);
-    const F32 dot = DotListed(list.row + i, a.q + h * dim, dim);
-    Store(p + i, FirstLanes(dot, list.n - i, Set(-__builtin_inff())));
-  }
-  PrefetchRows(next, 0, dim);  // they arrive while this head computes
-  SoftmaxChunk(p, (list.n + kLanes - 1) / kLanes * kLanes, a.scale, a.top + h, a.sum + h);
-  float* out = a.out + h * dim;
-  int d = 0;
-  for (; d + 8 * kLanes <= dim; d += 8 * kLanes) SumListed<8>(list, p, dim + d, out + d);
-  for (; d + 4 * kLanes <= dim; d += 4 * kLanes) SumListed<4>(list, p, dim + d, out + d);
-  for (; d + 2 * kLanes <= dim; d += 2 * kLanes) SumListed<2>(list, p, dim + d, out + d);
-  for (; d < dim; d += kLanes) SumListed<1>(list, p, dim + d, out + d);
-}
-
-void AttendListed(const AttendChunkArgs* args) {
-  const AttendChunkArgs& a = *args;
-  RowList lists[2];
-  ListRows(a, 0, &lists[0]);
-  PrefetchRows(lists[0], 0, a.head_dim);
-  for (int h = 0; h < a.group; ++h) {
-    RowList& next = lists[(h + 1) % 2];
-    next.n = 0;
-    if (h + 1 < a.group) ListRows(a, h + 1, &next);
-    AttendListedHead(a, lists[h % 2], next, h);
-  }
-}
-
 // Rows are contiguous; weight of head h, row i: p[h * kAttendDenseRows + i].
 template <int Heads, int Vectors>
-FATHOM_INLINE void SumDense(const AttendChunkArgs& a, const float* p, int at, float* out) {
+FATHOM_INLINE void SumDense(const AttendDenseArgs& a, const float* p, int at, float* out) {
   F32 sum[Heads][Vectors];
 #pragma GCC unroll 16
   for (int h = 0; h < Heads; ++h) {
@@ -211,7 +122,7 @@ FATHOM_INLINE void SumDense(const AttendChunkArgs& a, const float* p, int at, fl
 }
 
 template <int Heads>
-void SumDenseHeads(const AttendChunkArgs& a, const float* p, float* out) {
+void SumDenseHeads(const AttendDenseArgs& a, const float* p, float* out) {
   int d = 0;
   for (; d + kAttendVectors * kLanes <= a.head_dim; d += kAttendVectors * kLanes) {
     SumDense<Heads, kAttendVectors>(a, p, d, out + d);
@@ -219,8 +130,8 @@ void SumDenseHeads(const AttendChunkArgs& a, const float* p, float* out) {
   for (; d < a.head_dim; d += kLanes) SumDense<Heads, 1>(a, p, d, out + d);
 }
 
-void AttendDense(const AttendChunkArgs* args) {
-  const AttendChunkArgs& a = *args;
+void AttendDense(const AttendDenseArgs* args) {
+  const AttendDenseArgs& a = *args;
   alignas(64) float keys[kLanes * kMaxHeadDim];
   alignas(64) float p[kMaxGroup * kAttendDenseRows];
   const F32 fill = Set(-__builtin_inff());

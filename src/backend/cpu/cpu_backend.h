@@ -29,6 +29,7 @@ class CpuBackend : public Backend {
   void Select(const SelectArgs& args) const override;
   void Rank(const RankArgs& args) const override;
   void Attend(const AttendArgs& args) const override;
+  void Weigh(const WeighArgs& args) const override;
   void Prefill(const PrefillArgs& args) const override;
 
  private:

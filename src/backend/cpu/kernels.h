@@ -19,7 +19,8 @@ namespace fathom::cpu {
 
 inline constexpr int kScanChunkBlocks = 64;   // blocks per call of the scan kernels, at most
 inline constexpr int kMassChunkBlocks = 128;  // blocks per call of mass_blocks, at most
-inline constexpr int kAttendListRows = 256;   // rows per call of attend_listed, at most
+inline constexpr int kAttendListRows = 128;   // rows of a chunk of listed rows, at most
+inline constexpr int kWeighChunkBlocks = 64;  // blocks per call of weigh_blocks, at most
 inline constexpr int kAttendDenseRows = 512;  // rows per call of attend_dense, at most
 inline constexpr int kSelectSlack = 16;       // elements that top_k may write beyond its candidates
 
@@ -174,11 +175,9 @@ struct TopKArgs {
 
 // One chunk of rows for all heads of a group. Out: the unfinished state, which the driver joins:
 // out = sum exp(s - top) v, sum = sum exp(s - top); top = -inf where a head attends nothing.
-struct AttendChunkArgs {
+struct AttendDenseArgs {
   const Half* rows;
-  const float* q;              // [group][head_dim]
-  const std::int32_t* tokens;  // [n_rows] (attend_listed)
-  const std::uint16_t* mask;   // [n_rows] (attend_listed)
+  const float* q;  // [group][head_dim]
   std::int32_t n_rows;
   std::int32_t head_dim;
   std::int32_t group;
@@ -186,6 +185,42 @@ struct AttendChunkArgs {
   float* out;  // [group][head_dim]
   float* top;  // [group]
   float* sum;  // [group]
+};
+
+// A run of chunks of listed rows of one KV head: chunk_rows rows each, but for the last. What
+// belongs to chunk c is at the pointer plus c times its size; states are as in AttendDenseArgs.
+struct AttendListArgs {
+  const Half* rows;
+  const float* q;              // [group][head_dim]
+  const std::int32_t* tokens;  // [n_rows]
+  const std::uint16_t* mask;   // [n_rows]
+  std::int64_t n_rows;
+  std::int32_t chunk_rows;  // at most kAttendListRows
+  std::int32_t head_dim;
+  std::int32_t group;
+  float scale;
+  float* out;  // [group][head_dim]
+  float* top;  // [group]
+  float* sum;  // [group]
+  // Lazy values, or null: rows whose scaled score is below limit are left out of `out`.
+  const float* limit;      // [group]
+  float* light;            // [group] sum of exp(s - top) of the rows left out; zeros without limit
+  std::int32_t* n_values;  // rows of which the value was read
+};
+
+// n_blocks blocks of one KV head: out[h] = sum of mass means over the blocks with mass > least for
+// some head, other[h] = sum of mass over the rest.
+struct WeighBlocksArgs {
+  const Half* means;   // [n_blocks][head_dim], or null: no block is read
+  const float* mass;   // of head h at mass + h * stride
+  const float* least;  // [group]
+  std::int64_t stride;
+  std::int32_t n_blocks;
+  std::int32_t head_dim;
+  std::int32_t group;
+  float* out;            // [group][head_dim]
+  float* other;          // [group]
+  std::int32_t* n_read;  // blocks
 };
 
 // Query positions first .. first + n_positions - 1 of one KV head, all keys they see.
@@ -221,8 +256,11 @@ struct KernelTable {
   std::int64_t (*rank_union)(const RankUnionArgs* args);  // returns how many
   // The rank-th largest of n keys; room for kSelectSlack more.
   std::int32_t (*kth_key)(std::int32_t* keys, std::int64_t n, std::int64_t rank);
-  void (*attend_listed)(const AttendChunkArgs* args);
-  void (*attend_dense)(const AttendChunkArgs* args);
+  void (*attend_listed)(const AttendListArgs* args);
+  // Only top and sum, of all n_rows <= kAttendListRows rows as one chunk.
+  void (*attend_keys)(const AttendListArgs* args);
+  void (*attend_dense)(const AttendDenseArgs* args);
+  void (*weigh_blocks)(const WeighBlocksArgs* args);
   std::int64_t (*prefill_scratch)(int rows, int head_dim);
   void (*prefill_tile)(const PrefillTileArgs* args);
 };

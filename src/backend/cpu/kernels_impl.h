@@ -11,12 +11,14 @@ static_assert(layout::SideBytes(Codec::kMean, 3, 4, 64) == 3 * 32);
 static_assert(layout::SideBytes(Codec::kMean, 3, 8, 64) == 3 * 64);
 
 #include "backend/cpu/attend_impl.h"
+#include "backend/cpu/attend_list_impl.h"
 #include "backend/cpu/mass_impl.h"
 #include "backend/cpu/pack_impl.h"
 #include "backend/cpu/prefill_impl.h"
 #include "backend/cpu/scan_mean_impl.h"
 #include "backend/cpu/scan_paper_impl.h"
 #include "backend/cpu/select_impl.h"
+#include "backend/cpu/weigh_impl.h"
 
 #include "backend/cpu/rank_impl.h"
 // The scans of the set: those its file has asked for.
@@ -34,8 +36,28 @@ constexpr KernelTable MakeTable(const char* isa, decltype(KernelTable::scan_plan
                                 decltype(KernelTable::scan_plan) plan,
                                 decltype(KernelTable::scan_sums) sums) {
   return {
-      isa,      PackSums,   PackMaxima, PackCodes,    plan_bytes,  plan,           sums,
-      ScanBase, ScanScores, ScanPaper,  ScoreRows,    MassBlocks,  TopK,           RankBlocks,
-      RankKeys, RankUnion,  RankKthKey, AttendListed, AttendDense, PrefillScratch, PrefillTile,
+      .isa = isa,
+      .pack_sums = PackSums,
+      .pack_maxima = PackMaxima,
+      .pack_codes = PackCodes,
+      .scan_plan_bytes = plan_bytes,
+      .scan_plan = plan,
+      .scan_sums = sums,
+      .scan_base = ScanBase,
+      .scan_scores = ScanScores,
+      .scan_paper = ScanPaper,
+      .score_rows = ScoreRows,
+      .mass_blocks = MassBlocks,
+      .top_k = TopK,
+      .rank_blocks = RankBlocks,
+      .rank_keys = RankKeys,
+      .rank_union = RankUnion,
+      .kth_key = RankKthKey,
+      .attend_listed = AttendListed,
+      .attend_keys = AttendKeys,
+      .attend_dense = AttendDense,
+      .weigh_blocks = WeighBlocks,
+      .prefill_scratch = PrefillScratch,
+      .prefill_tile = PrefillTile,
   };
 }

@@ -253,3 +253,5 @@ FATHOM_INLINE I32 DotAdd(I32 acc, Bytes a, Bytes b) {
   return acc;
 }
 FATHOM_INLINE void Prefetch(const void* p) { __builtin_prefetch(p); }
+// To the second-level cache.
+FATHOM_INLINE void PrefetchFar(const void* p) { __builtin_prefetch(p, 0, 2); }
