@@ -11,6 +11,7 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "bench.h"
 #include "bench_llama.h"
 #include "common.h"
 #include "progress.h"
@@ -287,12 +288,10 @@ int BenchDecode(const BenchOptions& options) {
 
 }  // namespace
 
-void AddBenchCommand(CLI::App& app, int* exit_code) {
-  CLI::App* bench = app.add_subcommand("bench", "Measure speed");
-  bench->require_subcommand(1);
+void AddBenchDecode(CLI::App& bench, int* exit_code) {
   auto options = std::make_shared<BenchOptions>();
   CLI::App* decode =
-      bench->add_subcommand("decode", "Decode speed against context, beside libllama's");
+      bench.add_subcommand("decode", "Decode speed against context, beside libllama's");
   decode->add_option("-m,--model", options->model, "GGUF model")->required();
   decode->add_option("-f,--file", options->file, "text to prefill, repeated as needed")->required();
   decode->add_option("--ctx", options->contexts, "contexts, e.g. 2k,8k,32k")
