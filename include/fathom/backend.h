@@ -60,7 +60,7 @@ struct SegmentView {
 };
 
 // What a query reads from segments that share one set of steps and decoders (mean codec): integers
-// only. Built once per scan by BuildScanTable (backend/scan_table.h); every backend evaluates
+// only. Built once per scan by BuildScanTable (fathom/scan_table.h); every backend evaluates
 // exactly
 //   T_h(i) = 16 * (2 * sum_p weight[p][h] * bit_p(i) - weight_sum[h]) + sum_a mean_weight[a][h] *
 //   mean_code[a](block)
