@@ -126,6 +126,33 @@ TEST_F(BenchCli, PrefillComparesWithGgml) {
   }
 }
 
+TEST_F(BenchCli, ScanComparesWithWholeKeysAndRivals) {
+  const json report = Report("scan --tokens 64,4k --bits 8,28 --budget 48 -t 1,2" + kTiny);
+  std::map<std::string, double> read_bits;
+  EXPECT_EQ(report["rows"].size(), 2U * 2U * 5U);
+  for (const json& row : report["rows"]) {
+    ExpectPositive(row, "ratio");
+    ExpectPositive(row, "mkeys_s");
+    const double bits = row["read_bits"].get<double>();
+    EXPECT_NEAR(row["bytes"].get<double>(), row["n_tokens"].get<double>() * 2 * bits / 8, 1e-6);
+    read_bits[row["name"].get<std::string>()] = bits;
+    // A block of its own fits its steps on itself: the scores of 64 tokens say little.
+    if (row.contains("correlation") && row["n_tokens"] == 4096) {
+      const bool ours = row["name"] == "fathom, bits=28";
+      EXPECT_GT(row["correlation"].get<double>(), ours ? 0.7 : 0.4) << row.dump();
+    }
+  }
+  EXPECT_EQ(read_bits.at("exact scores"), 16 * 64);
+  EXPECT_EQ(read_bits.at("landmark, a mean key of 8 tokens"), 2 * 64);
+  EXPECT_LE(read_bits.at("fathom, bits=8"), 8);
+  EXPECT_GT(read_bits.at("fathom, bits=8"), 4);
+  EXPECT_LE(read_bits.at("fathom, bits=28"), 28);
+  EXPECT_GT(read_bits.at("fathom, bits=28"), 24);
+  // 48 code bits at most, and a quarter of a bit for the scale of every channel that is read.
+  EXPECT_LE(read_bits.at("preset=paper, budget=48"), 48 + 64 * 0.25);
+  EXPECT_GT(read_bits.at("preset=paper, budget=48"), 36);
+}
+
 TEST_F(BenchCli, SelectComparesWithNthElement) {
   for (const std::string tokens : {"64", "1k"}) {
     const json report = Report("select -k 100 -t 1,2 --tokens " + tokens + kTiny);
@@ -150,7 +177,7 @@ TEST_F(BenchCli, TablesForEyes) {
 }
 
 TEST_F(BenchCli, BadRequestsAreRefused) {
-  for (const std::string bench : {"select", "attend", "prefill"}) {
+  for (const std::string bench : {"scan", "select", "attend", "prefill"}) {
     ExpectError(bench + " --tokens 100", 2, {"--tokens 100", "multiple of 64"});
     ExpectError(bench + " --tokens 3z", 2, {"3z", "32k"});
     ExpectError(bench + " --tokens 1024M", 2, {"1024M"});
@@ -167,11 +194,13 @@ TEST_F(BenchCli, BadRequestsAreRefused) {
   ExpectError("attend -k 36", 2, {"-k", "37"});
   ExpectError("select -k 36", 2, {"-k", "37"});
   ExpectError("attend --methods fathm", 2, {"fathm", "fathom"});
+  ExpectError("scan --bits 0", 2, {"--bits", "1 to 1024"});
+  ExpectError("scan --budget 2000", 2, {"--budget", "1 to 1024"});
   ExpectError("prefill --chunk 0", 2, {"--chunk"});
 }
 
 TEST_F(BenchCli, ShapesBeyondTheMemoryAreRefused) {
-  for (const std::string bench : {"select", "attend", "prefill"}) {
+  for (const std::string bench : {"scan", "select", "attend", "prefill"}) {
     const test::ProgramResult result = Run(bench + " --tokens 16M --kv-heads 256 -t 1");
     EXPECT_EQ(result.code, 1) << bench;
     EXPECT_EQ(result.out, "") << bench;

@@ -7,6 +7,7 @@
 namespace fathom::cli {
 
 void AddBenchDecode(CLI::App& bench, int* exit_code);
+void AddBenchScan(CLI::App& bench, int* exit_code);
 void AddBenchSelect(CLI::App& bench, int* exit_code);
 void AddBenchAttend(CLI::App& bench, int* exit_code);
 void AddBenchPrefill(CLI::App& bench, int* exit_code);

@@ -10,6 +10,7 @@ void AddBenchCommand(CLI::App& app, int* exit_code) {
   CLI::App* bench = app.add_subcommand("bench", "Measure speed");
   bench->require_subcommand(1);
   AddBenchDecode(*bench, exit_code);
+  AddBenchScan(*bench, exit_code);
   AddBenchSelect(*bench, exit_code);
   AddBenchAttend(*bench, exit_code);
   AddBenchPrefill(*bench, exit_code);

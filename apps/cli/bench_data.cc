@@ -93,6 +93,18 @@ std::unique_ptr<RowStore> SyntheticHeads::MakeRows(std::int64_t n_layers,
   return rows;
 }
 
+std::vector<double> SyntheticHeads::KeyMean(std::int32_t kv_head) const {
+  const auto first = offset_.begin() + static_cast<std::ptrdiff_t>(kv_head) * heads_.head_dim;
+  return {first, first + heads_.head_dim};
+}
+
+std::vector<double> SyntheticHeads::KeyVariance() const {
+  std::vector<double> variance;
+  variance.reserve(scale_.size());
+  for (const float scale : scale_) variance.push_back(std::pow(scale, 2) * kKeyVariance);
+  return variance;
+}
+
 std::vector<float> SyntheticHeads::Query(std::int64_t number) const {
   const std::size_t dim = Size(heads_.head_dim);
   const std::size_t group = Size(heads_.group());

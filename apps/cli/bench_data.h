@@ -21,6 +21,8 @@ class SyntheticHeads {
   const HeadGeometry& heads() const { return heads_; }
   // Fills n_layers layers with the same n_tokens tokens.
   std::unique_ptr<RowStore> MakeRows(std::int64_t n_layers, std::int64_t n_tokens) const;
+  std::vector<double> KeyMean(std::int32_t kv_head) const;  // [D]
+  std::vector<double> KeyVariance() const;                  // [n_kv_heads][D]
   // [n_heads][D], another query for each number. The scores q.k / sqrt(D) of a head spread by about
   // 2.5.
   std::vector<float> Query(std::int64_t number) const;

@@ -63,6 +63,7 @@ Data MakeData(const SelectOptions& options, const BenchCase& shape) {
     data.scores.emplace_back(bytes);
     const std::vector<float> q = synthetic.Query(layer);
     std::vector<ScoreHead> score;
+    score.reserve(Size(heads.n_kv_heads));
     for (std::int32_t h = 0; h < heads.n_kv_heads; ++h) {
       score.push_back({store->rows(0, h), q.data() + Size(h) * head_floats,
                        data.layer(layer) + Size(h * heads.group()) * Size(shape.n_tokens),
