@@ -39,7 +39,9 @@ def table(result, contexts):
                       byte_text(s["index_bytes_per_step"]) if sparse else "–",
                       byte_text(s["row_bytes_per_step"]) if ours else "–"]
             lines.append("| " + " | ".join(cells) + " |")
-    note = (f"Bundled model, {result['threads']} threads of {result['processor']}, {result['backend']}, median of {result['steps']} steps. "
+    name = Path(result["model"]).stem
+    model = "Bundled model" if name.startswith("fathom-recall") else name
+    note = (f"{model}, {result['threads']} threads of {result['processor']}, {result['backend']}, median of {result['steps']} steps. "
             "Prefill is the rate from the context before (or 64 tokens) to this one. libllama's attention is its step less its step at "
             "64 tokens.")
     return "\n".join(lines) + "\n\n" + note + "\n"

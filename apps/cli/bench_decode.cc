@@ -11,7 +11,9 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 
+#include "bench.h"
 #include "bench_llama.h"
+#include "bench_machine.h"
 #include "common.h"
 #include "progress.h"
 #include "table.h"
@@ -199,9 +201,18 @@ const Sample* BestRival(const std::vector<Sample>& samples, std::int64_t context
   return best;
 }
 
-void PrintTable(const std::vector<Sample>& samples, const std::vector<std::int64_t>& contexts) {
+// Index and rows that attention reads per second, 1e9 bytes; 0 for libllama, whose attention is not
+// measured by itself.
+double AttentionGbS(const Sample& sample) {
+  if (!sample.ours || sample.attention_ms <= 0) return 0;
+  return (sample.index_bytes + sample.row_bytes) / (sample.attention_ms / 1000) / 1e9;
+}
+
+void PrintTable(const std::vector<Sample>& samples, const std::vector<std::int64_t>& contexts,
+                const MachineSpeed& speed) {
   Table table({"runner", "context", "tokens/s", "step ms", "attention ms", "vs libllama",
-               "attention vs", "read bits", "index/step", "rows/step", "prefill tok/s"});
+               "attention vs", "read bits", "index/step", "rows/step", "GB/s", "of read bw",
+               "prefill tok/s"});
   for (const std::int64_t context : contexts) {
     const Sample* best = BestRival(samples, context);
     for (const Sample& sample : samples) {
@@ -217,33 +228,52 @@ void PrintTable(const std::vector<Sample>& samples, const std::vector<std::int64
                  sample.ours ? Fixed(sample.read_bits, 1) : "-",
                  sample.ours ? ByteText(sample.index_bytes) : "-",
                  sample.ours ? ByteText(sample.row_bytes) : "-",
+                 sample.ours ? Fixed(AttentionGbS(sample), 2) : "-",
+                 sample.ours ? Fixed(AttentionGbS(sample) / speed.read_gb_s * 100, 0) + " %" : "-",
                  Fixed(sample.prefill_tokens_s, 0)});
     }
   }
   std::printf("%s", table.ToString().c_str());
 }
 
-void PrintJson(const std::vector<Sample>& samples, const BenchOptions& options, int threads,
-               const std::string& backend) {
+nlohmann::json SampleJson(const std::vector<Sample>& samples, const Sample& sample,
+                          const MachineSpeed& speed) {
+  nlohmann::json json = {{"runner", sample.runner},
+                         {"context", sample.context},
+                         {"tokens_per_second", 1000 / sample.step_ms},
+                         {"step_ms", sample.step_ms},
+                         {"attention_ms", sample.attention_ms},
+                         {"read_bits", sample.read_bits},
+                         {"index_bytes_per_step", sample.index_bytes},
+                         {"row_bytes_per_step", sample.row_bytes},
+                         {"prefill_tokens_per_second", sample.prefill_tokens_s}};
+  if (const Sample* best = BestRival(samples, sample.context)) {
+    json["ratio"] = best->step_ms / sample.step_ms;
+  }
+  if (const double gb_s = AttentionGbS(sample); gb_s > 0) {
+    json["gb_s"] = gb_s;
+    json["read_share"] = gb_s / speed.read_gb_s;
+  }
+  return json;
+}
+
+void PrintJson(const std::vector<Sample>& samples, const BenchOptions& options,
+               const MachineSpeed& speed, const std::string& backend) {
   nlohmann::json json;
   json["model"] = options.model;
-  json["threads"] = threads;
+  json["threads"] = speed.threads;
   json["backend"] = backend;
   json["steps"] = options.steps;
   json["stats_file"] = options.statistics_file;
   json["processor"] = DescribeMachine().processor;
   json["interrupted"] = Interrupted();
   json["samples"] = nlohmann::json::array();
+  json["machine"] = nlohmann::json::array();
+  json["machine"].push_back({{"threads", speed.threads},
+                             {"read_gb_s", speed.read_gb_s},
+                             {"fma_gflop_s", speed.fma_gflop_s}});
   for (const Sample& sample : samples) {
-    json["samples"].push_back({{"runner", sample.runner},
-                               {"context", sample.context},
-                               {"tokens_per_second", 1000 / sample.step_ms},
-                               {"step_ms", sample.step_ms},
-                               {"attention_ms", sample.attention_ms},
-                               {"read_bits", sample.read_bits},
-                               {"index_bytes_per_step", sample.index_bytes},
-                               {"row_bytes_per_step", sample.row_bytes},
-                               {"prefill_tokens_per_second", sample.prefill_tokens_s}});
+    json["samples"].push_back(SampleJson(samples, sample, speed));
   }
   std::printf("%s\n", json.dump(2).c_str());
 }
@@ -259,6 +289,7 @@ int BenchDecode(const BenchOptions& options) {
       BenchTokens(*model, options, contexts.back() + options.steps + 2);
   const auto backend = MakeBackend(options.backend, options.threads);
   const int threads = backend->n_threads();
+  const MachineSpeed speed = MeasureMachine({threads}).front();
 
   std::vector<Sample> samples;
   try {
@@ -272,27 +303,25 @@ int BenchDecode(const BenchOptions& options) {
     std::fprintf(stderr, "fathom: %s\n", error.what());
   }
   if (options.json) {
-    PrintJson(samples, options, threads, std::string(backend->name()));
+    PrintJson(samples, options, speed, std::string(backend->name()));
   } else {
-    PrintTable(samples, contexts);
+    PrintTable(samples, contexts, speed);
     std::printf(
         "median of %s steps, %d threads, %s; libllama: f16 KV cache, its attention is its step "
         "less its step at %s "
-        "tokens\n",
+        "tokens\nGB/s of index and rows while attention runs; memory reads %.1f GB/s in this run\n",
         Grouped(options.steps).c_str(), threads, std::string(backend->name()).c_str(),
-        Grouped(kBaseContext).c_str());
+        Grouped(kBaseContext).c_str(), speed.read_gb_s);
   }
   return Interrupted() ? kExitInterrupted : kExitOk;
 }
 
 }  // namespace
 
-void AddBenchCommand(CLI::App& app, int* exit_code) {
-  CLI::App* bench = app.add_subcommand("bench", "Measure speed");
-  bench->require_subcommand(1);
+void AddBenchDecode(CLI::App& bench, int* exit_code) {
   auto options = std::make_shared<BenchOptions>();
   CLI::App* decode =
-      bench->add_subcommand("decode", "Decode speed against context, beside libllama's");
+      bench.add_subcommand("decode", "Decode speed against context, beside libllama's");
   decode->add_option("-m,--model", options->model, "GGUF model")->required();
   decode->add_option("-f,--file", options->file, "text to prefill, repeated as needed")->required();
   decode->add_option("--ctx", options->contexts, "contexts, e.g. 2k,8k,32k")

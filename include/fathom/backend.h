@@ -61,7 +61,7 @@ struct SegmentView {
 
 // What a query reads from segments that share one set of steps and decoders (mean codec): integers
 // only, so that every backend finds the same bits. Built once per scan by BuildScanTable
-// (backend/scan_table.h). The planes are dealt to 1, 2, 4 or 8 parts. For query head h and token i:
+// (fathom/scan_table.h). The planes are dealt to 1, 2, 4 or 8 parts. For query head h and token i:
 //   u_r  = low[r][h] + sum over planes p of part r of weight[p][h] * bit_p(i)      in 0 .. 255
 //   U    = the average of all u_r, taken in pairs, each (x + y + 1) >> 1:
 //          avg(u_0, u_1), or avg(avg(u_0, u_1), avg(u_2, u_3)), ..                 in 0 .. 255

@@ -11,6 +11,7 @@
 #include "fathom/method.h"
 #include "fathom/model.h"
 #include "fathom/plan.h"
+#include "fathom/scan_table.h"
 #include "fathom/session.h"
 #include "fathom/stats.h"
 #include "fathom/store.h"

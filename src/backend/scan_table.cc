@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-#include "backend/scan_table.h"
+#include "fathom/scan_table.h"
 
 #include <algorithm>
 #include <array>

@@ -9,10 +9,10 @@
 #include <memory>
 #include <utility>
 
-#include "backend/scan_table.h"
 #include "fathom/calibration.h"
 #include "fathom/error.h"
 #include "fathom/plan.h"
+#include "fathom/scan_table.h"
 #include "method/plane_method.h"
 
 namespace fathom {

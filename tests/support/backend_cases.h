@@ -16,8 +16,8 @@
 #include <string>
 #include <vector>
 
-#include "backend/scan_table.h"
 #include "fathom/backend.h"
+#include "fathom/scan_table.h"
 #include "store/layout.h"
 #include "support/random_data.h"
 

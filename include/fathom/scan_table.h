@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: MIT
 // Turns a query and a plan into the integers that a scan of the mean codec reads.
+//
+// Thread-safe for different tables. Arguments are the library's own, so violations are assertions;
+// nothing is thrown but std::bad_alloc.
 #pragma once
 
 #include <cstdint>

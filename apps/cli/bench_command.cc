@@ -1,0 +1,19 @@
+// SPDX-License-Identifier: MIT
+// `fathom bench`: speed of the parts of a step, and of whole ones, each beside a rival in the same
+// run.
+#include "bench.h"
+#include "common.h"
+
+namespace fathom::cli {
+
+void AddBenchCommand(CLI::App& app, int* exit_code) {
+  CLI::App* bench = app.add_subcommand("bench", "Measure speed");
+  bench->require_subcommand(1);
+  AddBenchDecode(*bench, exit_code);
+  AddBenchScan(*bench, exit_code);
+  AddBenchSelect(*bench, exit_code);
+  AddBenchAttend(*bench, exit_code);
+  AddBenchPrefill(*bench, exit_code);
+}
+
+}  // namespace fathom::cli
