@@ -161,12 +161,14 @@ TEST_F(CalibrationTest, ResidualFactorsComeFromTheFile) {
   EXPECT_NE(Errors(capture, {"fathom"}, fitted.calibration)[0].mean, off.mean);
 }
 
-TEST(CalibrationKeys, LeaveOutTheLeastLength) {
+TEST(CalibrationKeys, LeaveOutWhatChangesNoStatistics) {
   EXPECT_EQ(CalibrationKey("a:k=1,min=1024,dense=0"), "a:k=1,dense=0");
   EXPECT_EQ(CalibrationKey("a:k=1,min=0"), "a:k=1");
   EXPECT_EQ(CalibrationKey("a:min=0,k=1"), "a:k=1");
   EXPECT_EQ(CalibrationKey("a:min=0"), "a");
   EXPECT_EQ(CalibrationKey("a:minimum=3"), "a:minimum=3");
+  EXPECT_EQ(CalibrationKey("a:k=1,min=0,residual=block,values=lazy"), "a:k=1,residual=block");
+  EXPECT_EQ(CalibrationKey("a:values=all,min=0"), "a");
 }
 
 TEST_F(CalibrationTest, SelectsLayersOfTheModel) {

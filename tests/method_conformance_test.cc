@@ -365,7 +365,12 @@ TEST(MethodConformance, CountersEqualTheClosedForm) {
     for (const auto& head : fixture.spy.attended)
       rows += static_cast<std::int64_t>(head.tokens.size());
     EXPECT_EQ(counters.rows, 2 * rows);
+    EXPECT_EQ(counters.value_rows, counters.rows);
     EXPECT_EQ(counters.row_bytes, counters.rows * 4 * shape.head_dim);
+    EXPECT_LE(counters.value_mean_bytes, 2 * 2 * n_index / kBlockTokens * 2 * shape.head_dim);
+    EXPECT_EQ(counters.value_mean_bytes > 0,
+              method->spec().find("residual=block") != std::string::npos)
+        << spec;
     EXPECT_NEAR(static_cast<double>(counters.index_bytes),
                 counters.read_bits * static_cast<double>(n_index) / 8, 2);
     const double bits = counters.mean_read_bits();

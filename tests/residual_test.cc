@@ -146,31 +146,21 @@ std::vector<double> DirectMean(const std::vector<Half>& rows, std::size_t dim, s
   return mean;
 }
 
-// All slices of one query head.
-std::vector<float> Weighed(const ValueMeans& means, ResidualRule rule,
-                           const std::vector<float>& mass) {
-  std::vector<float> out(48, kNan);
-  for (std::int64_t s = 0; s < ValueMeans::Slices(48, rule); ++s)
-    means.Weigh(mass, 1, s, out.data());
-  return out;
-}
-
 void ExpectMeans(const ValueMeans& means, ResidualRule rule, const std::vector<Half>& rows,
                  std::int64_t skip) {
   constexpr std::size_t kDim = 48;
-  const std::int64_t n_blocks = means.n_tokens() / kBlockTokens;
-  const std::vector<float> mass = test::RandomNormal(n_blocks, 77);
-  std::vector<double> expected(kDim);
-  for (std::int64_t b = 0; b < n_blocks; ++b) {
-    const std::int64_t first = b * kBlockTokens + (b == 0 ? skip : 0);
-    const std::vector<double> mean = rule == ResidualRule::kBlock
-                                         ? DirectMean(rows, kDim, first, (b + 1) * kBlockTokens)
-                                         : DirectMean(rows, kDim, skip, means.n_tokens());
-    for (std::size_t d = 0; d < kDim; ++d) expected[d] += mass[Size(b)] * mean[d];
+  const std::vector<double> all = DirectMean(rows, kDim, skip, means.n_tokens());
+  EXPECT_TRUE(Near(means.mean(), all, 1e-6));
+  if (rule != ResidualRule::kBlock) {
+    EXPECT_EQ(means.block_means(), nullptr);
+    return;
   }
-  const std::vector<float> actual = Weighed(means, rule, mass);
-  // Block means are kept in fp16.
-  EXPECT_TRUE(Near(actual, expected, rule == ResidualRule::kBlock ? 1e-3 : 1e-6));
+  for (std::int64_t b = 0; b < means.n_tokens() / kBlockTokens; ++b) {
+    const std::int64_t first = b * kBlockTokens + (b == 0 ? skip : 0);
+    std::vector<float> mean(kDim);
+    ConvertHalfToFloat(means.block_means() + b * 48, 48, mean.data());
+    EXPECT_TRUE(Near(mean, DirectMean(rows, kDim, first, (b + 1) * kBlockTokens), 1e-3));
+  }
 }
 
 TEST(ValueMeans, AreThoseOfThePrefixForthAndBack) {
@@ -182,25 +172,17 @@ TEST(ValueMeans, AreThoseOfThePrefixForthAndBack) {
         means.MoveTo(rows.data(), blocks * kBlockTokens, skip);
         ASSERT_EQ(means.n_tokens(), blocks * kBlockTokens);
         EXPECT_EQ(means.MemoryBytes(), rule == ResidualRule::kBlock ? blocks * 48 * 2 : 0);
+        EXPECT_TRUE(means.is_finite());
         ExpectMeans(means, rule, rows, skip);
         // What was reached on a way does not depend on the way.
         ValueMeans fresh(48, rule);
         fresh.MoveTo(rows.data(), blocks * kBlockTokens, skip);
-        const std::vector<float> mass(Size(blocks), 0.5F);
-        EXPECT_EQ(Weighed(means, rule, mass), Weighed(fresh, rule, mass));
-        // A group is its heads, one by one.
-        std::vector<float> pair = mass, out(96, kNan);
-        pair.insert(pair.end(), Size(blocks), 0.25F);
-        for (std::int64_t s = 0; s < ValueMeans::Slices(48, rule); ++s) {
-          means.Weigh(pair, 2, s, out.data());
-        }
-        EXPECT_EQ(std::vector<float>(out.begin(), out.begin() + 48), Weighed(means, rule, mass));
-        EXPECT_EQ(std::vector<float>(out.begin() + 48, out.end()),
-                  Weighed(means, rule, std::vector<float>(Size(blocks), 0.25F)));
+        EXPECT_TRUE(std::ranges::equal(means.mean(), fresh.mean()));
       }
       means.Clear();
       EXPECT_EQ(means.n_tokens(), 0);
       EXPECT_EQ(means.MemoryBytes(), 0);
+      EXPECT_TRUE(std::ranges::all_of(means.mean(), [](float x) { return x == 0; }));
     }
   }
 }
@@ -212,7 +194,44 @@ TEST(ValueMeans, LeaveSinksOut) {
     ValueMeans means(48, rule);
     means.MoveTo(rows.data(), 64 * 3, kSinks);
     ExpectMeans(means, rule, rows, kSinks);
+    EXPECT_TRUE(means.is_finite());
   }
+}
+
+TEST(ValueMeans, KnowWhenTheyAreNotFinite) {
+  std::vector<Half> rows = test::RandomRows(test::DataKind::kNormal, 64 * 3, 48, 6);
+  rows[(64 + 7) * 2 * 48 + 48 + 5] = FloatToHalf(kInf);
+  ValueMeans means(48, ResidualRule::kMean);
+  means.MoveTo(rows.data(), 64, kSinks);
+  EXPECT_TRUE(means.is_finite());
+  means.MoveTo(rows.data(), 64 * 3, kSinks);
+  EXPECT_FALSE(means.is_finite());
+  means.MoveTo(rows.data(), 64, kSinks);
+  EXPECT_TRUE(means.is_finite());
+}
+
+// The residual reads the means of the blocks that have more than a thousandth of some head's mass.
+TEST(ValueMeans, AreReadWhereABlockMatters) {
+  constexpr std::int64_t kN = 64 * 40;
+  LayeredSession session(1, {2, 1, 64}, kN, 50);
+  // A thousandth of the blocks' mass is far below 1/40 of it: make the keys of all blocks but five
+  // point away from the queries.
+  const auto q = session.Query(51);
+  for (std::int64_t t = 0; t < kN; ++t) {
+    const bool matters = t / kBlockTokens % 8 == 3;
+    for (std::int32_t d = 0; d < 64; ++d) {
+      const float toward = q[Size(d)] + q[Size(64 + d)];
+      session.Key(0, t, 0, d) = (matters ? 1.0F : -2.0F) * toward;
+    }
+  }
+  session.Write();
+  const std::string spec = "exact:residual=block,k=60,min=0";
+  const Calibration calibration = session.WithFactor(spec, 1);
+  const auto method = session.Make(spec, &calibration);
+  session.Attend(*method, q);
+  EXPECT_EQ(method->counters().value_mean_bytes, 5 * 64 * 2);
+  method->ResetCounters();
+  EXPECT_EQ(method->counters().value_mean_bytes, 0);
 }
 
 // --- the fit on the prefill's queries

@@ -45,7 +45,8 @@ struct HeadCalibration {
 };
 
 // The name under which a calibration keeps what was fitted for a method: its canonical spec without
-// `min`, which says from which length on a session is sparse and not how.
+// `min`, which says from which length on a session is sparse and not how, and `values`, which says
+// only which values are read.
 std::string CalibrationKey(std::string_view canonical_spec);
 
 // Immutable once made; safe to share between threads and sessions.

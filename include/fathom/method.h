@@ -35,9 +35,12 @@ struct MethodCounters {
   std::int64_t sparse_calls = 0;  // of those, calls that scanned; the rest were dense
   double read_bits = 0;           // read bits per token per KV head, summed over sparse calls
   std::int64_t index_bytes =
-      0;                       // bytes of planes, means, scales (or keys, for `exact`) a scan reads
-  std::int64_t rows = 0;       // rows attended (union over the group)
-  std::int64_t row_bytes = 0;  // rows * 4 * head_dim
+      0;                  // bytes of planes, means, scales (or keys, for `exact`) a scan reads
+  std::int64_t rows = 0;  // rows attended (union over the group), whose keys are read
+  std::int64_t value_rows =
+      0;                       // of those, rows of which the value is read; all but for values=lazy
+  std::int64_t row_bytes = 0;  // (rows + value_rows) * 2 * head_dim
+  std::int64_t value_mean_bytes = 0;  // of the block means of values that the residual reads
 
   MethodCounters& operator+=(const MethodCounters& other);
   double mean_read_bits() const {

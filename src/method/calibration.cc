@@ -44,7 +44,7 @@ auto FindKey(const Map& map, std::string_view spec) {
 
 std::string CalibrationKey(std::string_view canonical_spec) {
   std::string key(canonical_spec);
-  for (const char* option : {",min=", ":min="}) {
+  for (const char* option : {",min=", ":min=", ",values=", ":values="}) {
     const std::size_t at = key.find(option);
     if (at == std::string::npos) continue;
     const std::size_t end = key.find(',', at + 1);

@@ -33,7 +33,9 @@ MethodCounters& MethodCounters::operator+=(const MethodCounters& other) {
   read_bits += other.read_bits;
   index_bytes += other.index_bytes;
   rows += other.rows;
+  value_rows += other.value_rows;
   row_bytes += other.row_bytes;
+  value_mean_bytes += other.value_mean_bytes;
   return *this;
 }
 

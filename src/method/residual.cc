@@ -2,11 +2,9 @@
 #include "method/residual.h"
 
 #include <algorithm>
-#include <array>
 #include <cassert>
 #include <cmath>
 #include <limits>
-#include <numeric>
 
 #include "base/half.h"
 
@@ -17,12 +15,14 @@ std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 }  // namespace
 
+ValueMeans::ValueMeans(std::int32_t head_dim, ResidualRule rule)
+    : dim_(head_dim), rule_(rule), total_(Size(head_dim)), mean_(Size(head_dim)) {}
+
 void ValueMeans::MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t skip) {
   assert(n_tokens % kBlockTokens == 0 && skip < kBlockTokens);
-  skip_ = skip;
+  if (n_tokens == n_tokens_) return;
   if (n_tokens < n_tokens_) Clear();
   const std::size_t dim = Size(dim_);
-  total_.resize(dim);
   std::vector<float> mean(dim);
   std::vector<float> value(dim);
   std::vector<double> sum(dim);
@@ -41,46 +41,21 @@ void ValueMeans::MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t sk
     block_mean_.resize(block_mean_.size() + dim);
     ConvertFloatToHalf(mean.data(), dim_, block_mean_.data() + block_mean_.size() - dim);
   }
+  FindMean(skip);
+}
+
+void ValueMeans::FindMean(std::int64_t skip) {
+  const auto counted = static_cast<double>(std::max<std::int64_t>(n_tokens_ - skip, 1));
+  std::ranges::transform(total_, mean_.begin(),
+                         [&](double sum) { return static_cast<float>(sum / counted); });
+  is_finite_ = std::ranges::all_of(mean_, [](float x) { return std::isfinite(x); });
 }
 
 void ValueMeans::Clear() {
   n_tokens_ = 0;
   block_mean_.clear();
   std::ranges::fill(total_, 0.0);
-}
-
-void ValueMeans::Weigh(std::span<const float> mass, std::int32_t group, std::int64_t slice,
-                       float* out) const {
-  const std::size_t dim = Size(dim_);
-  const std::size_t n_blocks = Size(n_tokens_ / kBlockTokens);
-  assert(mass.size() == Size(group) * n_blocks);
-  if (rule_ != ResidualRule::kBlock) {
-    for (std::size_t g = 0; g < Size(group); ++g) {
-      const float* of_head = mass.data() + g * n_blocks;
-      const double sum = std::accumulate(of_head, of_head + n_blocks, 0.0);
-      const double scale = sum / static_cast<double>(std::max<std::int64_t>(n_tokens_ - skip_, 1));
-      for (std::size_t d = 0; d < dim; ++d) {
-        out[g * dim + d] = static_cast<float>(scale * total_[d]);
-      }
-    }
-    return;
-  }
-  // A block's mean is converted once for the group; sums stay in a few registers' worth of memory.
-  const std::size_t first = Size(slice) * kSlice;
-  const std::size_t width = std::min<std::size_t>(kSlice, dim - first);
-  std::array<float, kSlice> mean{};
-  std::array<std::array<float, kSlice>, kMaxGroup> sum{};
-  for (std::size_t b = 0; b < n_blocks; ++b) {
-    ConvertHalfToFloat(block_mean_.data() + b * dim + first, static_cast<std::int64_t>(width),
-                       mean.data());
-    for (std::size_t g = 0; g < Size(group); ++g) {
-      const float m = mass[g * n_blocks + b];
-      for (std::size_t d = 0; d < kSlice; ++d) sum[g][d] += m * mean[d];
-    }
-  }
-  for (std::size_t g = 0; g < Size(group); ++g) {
-    std::copy_n(sum[g].begin(), width, out + g * dim + first);
-  }
+  FindMean(0);
 }
 
 bool IsUsableRest(double mass, std::span<const float> rest) {

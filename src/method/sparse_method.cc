@@ -7,7 +7,6 @@
 #include <numeric>
 #include <utility>
 
-#include "base/parallel.h"
 #include "fathom/calibration.h"
 #include "method/head_stats.h"
 
@@ -15,6 +14,8 @@ namespace fathom {
 namespace {
 
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 30;  // token indices are 32-bit
+// What values=lazy leaves out, as a share of a head's attention.
+constexpr float kLeastWeight = 1e-4F;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -45,6 +46,8 @@ SparseConfig ReadSparseConfig(OptionReader& options, const char* residual) {
     config.residual = rule == "off"    ? ResidualRule::kOff
                       : rule == "mean" ? ResidualRule::kMean
                                        : ResidualRule::kBlock;
+    const bool lazy = options.Choice("values", "all", {"all", "lazy"}) == "lazy";
+    config.least_weight = lazy ? kLeastWeight : 0;
   }
   return config;
 }
@@ -71,6 +74,7 @@ void AttendDense(const MethodContext& context, std::int32_t layer, std::int64_t 
     heads[h].lse = lse.data() + h * Size(geometry.group());
   }
   counters->rows += n_tokens * geometry.n_kv_heads;
+  counters->value_rows += n_tokens * geometry.n_kv_heads;
   counters->row_bytes += n_tokens * geometry.n_kv_heads * 4 * geometry.head_dim;
   context.backend->Attend({geometry.head_dim, geometry.group(),
                            1.0F / std::sqrt(static_cast<float>(geometry.head_dim)), heads});
@@ -83,9 +87,11 @@ SparseMethod::SparseMethod(const MethodContext& context, SparseConfig config, st
       factor_(Size(n_layers()) * Size(geometry().n_heads)),
       fitted_(Size(n_layers())),
       attended_(Size(geometry().n_kv_heads), -1) {
-  if (config_.residual != ResidualRule::kOff) {
-    values_.assign(Size(n_layers()) * Size(geometry().n_kv_heads),
-                   ValueMeans(geometry().head_dim, config_.residual));
+  const bool block = config_.residual == ResidualRule::kBlock;
+  if (config_.residual != ResidualRule::kOff || config_.least_weight > 0) {
+    values_.assign(
+        Size(n_layers()) * Size(geometry().n_kv_heads),
+        ValueMeans(geometry().head_dim, block ? ResidualRule::kBlock : ResidualRule::kMean));
   }
 }
 
@@ -124,16 +130,18 @@ void SparseMethod::Attend(std::int32_t layer, std::int64_t n_tokens, const float
   counters_.sparse_calls += heads.n_kv_heads;
   counters_.read_bits += bits;
   counters_.index_bytes += std::llround(bits * static_cast<double>(step.n_index) / 8);
-  for (const std::int64_t n : attended_) {
-    counters_.rows += n;
-    counters_.row_bytes += n * 4 * heads.head_dim;
-  }
   AttendSelected(step, q, out);
+  for (std::size_t h = 0; h < attended_.size(); ++h) {
+    counters_.rows += attended_[h];
+    counters_.value_rows += n_values_[h];
+    counters_.row_bytes += (attended_[h] + n_values_[h]) * 2 * heads.head_dim;
+  }
   if (config_.residual != ResidualRule::kOff) {
     const float* factor = factor_.data() + Size(layer) * Size(heads.n_heads);
     if (std::any_of(factor, factor + heads.n_heads, [](float f) { return f != 0.0F; })) {
       MeasureRest(step, q);
       AddRest(layer, out);
+      for (const std::int64_t n : means_read_) counters_.value_mean_bytes += n * 2 * heads.head_dim;
     }
   }
   Observe(layer, n_tokens, q);
@@ -265,10 +273,12 @@ void SparseMethod::Select(const Step& step) {
   }
 }
 
+// Brings the mean values of the layer up to date as well.
 void SparseMethod::AttendSelected(const Step& step, const float* q, float* out) {
   const HeadGeometry& heads = geometry();
   const std::size_t head_floats = Size(heads.group()) * Size(heads.head_dim);
   lse_.resize(Size(heads.n_heads));
+  n_values_.resize(Size(heads.n_kv_heads));
   auto& attend = HeadScratch<AttendHead>(Size(heads.n_kv_heads));
   for (std::size_t h = 0; h < attend.size(); ++h) {
     attend[h] = {context_.rows->rows(step.layer, static_cast<std::int32_t>(h)),
@@ -277,9 +287,15 @@ void SparseMethod::AttendSelected(const Step& step, const float* q, float* out) 
                  mask_.data() + h * capacity_,
                  attended_[h],
                  out + h * head_floats,
-                 lse_.data() + h * Size(heads.group())};
+                 lse_.data() + h * Size(heads.group()),
+                 nullptr,
+                 &n_values_[h]};
+    if (values_.empty()) continue;
+    ValueMeans& values = Values(step.layer, static_cast<std::int32_t>(h));
+    values.MoveTo(attend[h].rows, step.n_index, SkippedValues());
+    if (values.is_finite()) attend[h].mean_value = values.mean().data();
   }
-  context_.backend->Attend({heads.head_dim, heads.group(), scale(), attend});
+  context_.backend->Attend({heads.head_dim, heads.group(), scale(), attend, config_.least_weight});
 }
 
 // rest_ and rest_mass_: the values of the tokens that a head did not attend, by their estimated
@@ -334,23 +350,26 @@ void SparseMethod::MassOfScores(const Step& step, const float* q) {
   context_.backend->Mass({heads.group(), static_cast<std::int64_t>(n_blocks), scale(), mass});
 }
 
-// rest_ out of mass_ and the mean values, which it brings up to date.
+// rest_ out of mass_, rest_mass_ and the mean values.
 void SparseMethod::WeighRest(const Step& step, std::size_t n_blocks) {
   const HeadGeometry& heads = geometry();
   const std::size_t group = Size(heads.group());
-  const std::size_t dim = Size(heads.head_dim);
-  const std::int64_t slices = ValueMeans::Slices(heads.head_dim, config_.residual);
-  for (std::int32_t kv = 0; kv < heads.n_kv_heads; ++kv) {
-    Values(step.layer, kv)
-        .MoveTo(context_.rows->rows(step.layer, kv), step.n_index, SkippedValues());
+  least_mass_.resize(Size(heads.n_heads));
+  std::ranges::transform(rest_mass_, least_mass_.begin(),
+                         [](float rest) { return kLeastBlockShare * (1 + rest); });
+  means_read_.resize(Size(heads.n_kv_heads));
+  auto& weigh = HeadScratch<WeighHead>(Size(heads.n_kv_heads));
+  for (std::size_t kv = 0; kv < weigh.size(); ++kv) {
+    const ValueMeans& values = Values(step.layer, static_cast<std::int32_t>(kv));
+    weigh[kv] = {values.block_means(),
+                 values.mean().data(),
+                 mass_.data() + kv * group * n_blocks,
+                 least_mass_.data() + kv * group,
+                 rest_.data() + kv * group * Size(heads.head_dim),
+                 &means_read_[kv]};
   }
-  const int n_threads = slices > 1 ? context_.backend->n_threads() : 1;
-  ParallelFor(heads.n_kv_heads * slices, n_threads, [&](std::int64_t i) {
-    const auto kv = static_cast<std::int32_t>(i / slices);
-    Values(step.layer, kv)
-        .Weigh({mass_.data() + Size(kv) * group * n_blocks, group * n_blocks}, heads.group(),
-               i % slices, rest_.data() + Size(kv) * group * dim);
-  });
+  context_.backend->Weigh(
+      {heads.head_dim, heads.group(), static_cast<std::int64_t>(n_blocks), weigh});
 }
 
 void SparseMethod::AddRest(std::int32_t layer, float* out) {
@@ -429,12 +448,14 @@ void SparseMethod::BuildIndex(std::int64_t n_tokens) {
   if (n_tokens < config_.min || n_tokens < kBlockTokens) return;
   max_tokens_ = std::max(max_tokens_, n_tokens);
   BuildAll(n_tokens);
-  if (config_.residual == ResidualRule::kOff) return;
+  if (values_.empty()) return;
   if (Outgrown(fitted_tokens_, n_tokens)) std::ranges::fill(fitted_, 0);
   for (std::int32_t layer = config_.dense_layers; layer < n_layers(); ++layer) {
     if (fitted_[Size(layer)] != 0) continue;
-    ExtendIndex(layer, n_tokens);
-    FitResidual(layer, n_tokens);
+    if (config_.residual != ResidualRule::kOff) {
+      ExtendIndex(layer, n_tokens);
+      FitResidual(layer, n_tokens);
+    }
     for (std::int32_t h = 0; h < geometry().n_kv_heads; ++h) {
       Values(layer, h).MoveTo(context_.rows->rows(layer, h), n_tokens / kBlockTokens * kBlockTokens,
                               SkippedValues());

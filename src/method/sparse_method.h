@@ -22,9 +22,10 @@ struct SparseConfig {
   std::int64_t min = 1024;        // shorter sessions decode densely
   std::int32_t dense_layers = 0;  // the first layers that decode densely
   ResidualRule residual = ResidualRule::kOff;
+  float least_weight = 0;  // of AttendArgs; 0 reads all values
 };
 // residual: the default of a method whose scores estimate q.k, or null where the residual makes no
-// sense, which then is not an option.
+// sense, which then is not an option, nor are lazy values.
 SparseConfig ReadSparseConfig(OptionReader& options, const char* residual = nullptr);
 
 // Closed form of one KV head: its index, and the residual's mean values beside it; nothing while
@@ -148,8 +149,8 @@ class SparseMethod : public Method {
 
   const std::string spec_;
   std::int64_t max_tokens_ = 0;  // most tokens an index can hold now
-  // Residual: factors [n_layers][n_heads], which layers have been fitted, mean values
-  // [n_layers][n_kv_heads].
+  // Residual: factors [n_layers][n_heads], which layers have been fitted. Mean values for it and
+  // for lazy values: [n_layers][n_kv_heads].
   std::vector<float> factor_;
   std::vector<char> fitted_;
   std::int64_t fitted_tokens_ = 0;
@@ -163,14 +164,17 @@ class SparseMethod : public Method {
   std::vector<std::uint16_t> mask_;     // [n_kv_heads][capacity]
   std::vector<std::int64_t> attended_;  // [n_kv_heads]; -1 after a dense step
   std::size_t capacity_ = 0;
-  std::vector<float> left_;       // [n_heads][left_stride_] rest of Backend::Rank
-  std::int64_t left_stride_ = 0;  // blocks
-  std::vector<float> cut_;        // [n_heads]
-  std::vector<float> lse_;        // [n_heads]
-  std::vector<float> shift_;      // [n_heads]
-  std::vector<float> mass_;       // [n_heads][n_index / 64]
-  std::vector<float> rest_;       // [n_heads][D]
-  std::vector<float> rest_mass_;  // [n_heads]
+  std::vector<float> left_;               // [n_heads][left_stride_] rest of Backend::Rank
+  std::int64_t left_stride_ = 0;          // blocks
+  std::vector<float> cut_;                // [n_heads]
+  std::vector<float> lse_;                // [n_heads]
+  std::vector<float> shift_;              // [n_heads]
+  std::vector<float> mass_;               // [n_heads][n_index / 64]
+  std::vector<float> rest_;               // [n_heads][D]
+  std::vector<float> rest_mass_;          // [n_heads]
+  std::vector<float> least_mass_;         // [n_heads] of a block whose mean is read
+  std::vector<std::int64_t> n_values_;    // [n_kv_heads] rows of which the value was read
+  std::vector<std::int64_t> means_read_;  // [n_kv_heads] block means of values
 };
 
 }  // namespace fathom
