@@ -437,6 +437,24 @@ TEST(MethodConformance, TruncationBelowTheBuildRebuilds) {
   }
 }
 
+// A session that grew by more than a quarter gets a new index at its next BuildIndex.
+TEST(MethodConformance, OutgrownIndexesAreMadeAnew) {
+  Fixture fixture({2, 2, 64}, 2000, 15);
+  for (const auto& spec : SparseSpecs()) {
+    const std::string name = spec.substr(0, spec.find(':'));
+    const std::set<std::string> others = {"exact", "h2o",    "landmark",
+                                          "quest", "random", "streaming"};
+    if (others.count(name) != 0) continue;
+    const auto grown = fixture.Make(spec + "k=100,min=0");
+    grown->BuildIndex(1000);
+    fixture.Attend(*grown, 0, 1000);
+    grown->BuildIndex(2000);
+    const auto fresh = fixture.Make(spec + "k=100,min=0");
+    fresh->BuildIndex(2000);
+    EXPECT_EQ(fixture.Attend(*grown), fixture.Attend(*fresh)) << spec;
+  }
+}
+
 TEST(MethodConformance, GrowingSessionNeverStumbles) {
   for (const auto& spec : SparseSpecs()) {
     Fixture fixture({2, 1, 64}, 30, 12, 2);

@@ -124,6 +124,48 @@ struct ScoreArgs {
   std::int64_t key_stride = 0;
 };
 
+// --- label scan: approximate scores from packed codes of a few channels
+// -----------------------------------------------------------------------------------------------
+// A label is what a table keeps of a key: codes of t = 1 .. 4 bits in C channels, and one fp16
+// scale a_j >= 0 per block and channel. Code c means (c + 1/2 - 2^(t-1)) * a_j / 2^(t-1): the first
+// t planes of the paper codec. Codes take 2 bits each for t <= 2, else 4; layouts in
+// docs/format.md.
+
+// One segment of one KV head's table. What lies beyond n_blocks, or in the channels that fill the
+// last unit up, may hold anything.
+struct LabelView {
+  const std::uint8_t* codes = nullptr;
+  const Half* scales = nullptr;  // [channel][segment_blocks]
+  std::int32_t n_blocks = 0;     // in use
+};
+
+struct LabelScanHead {
+  std::span<const LabelView> segments;
+  // Channels read, C of them, 0 <= C <= kMaxHeadDim. kTokens: the channels of the table, in its
+  // order.
+  std::int32_t n_channels = 0;
+  const std::int32_t* channels = nullptr;  // kChannels: [C] which of the table's, without repeats
+  const float* q = nullptr;                // [group][C]
+  float* scores = nullptr;  // [group][stride] out, written for every token of the segments in order
+  std::int64_t stride = 0;
+};
+
+// Every query's products with a block's scales are rounded to 8 bits, so that the sums over
+// channels are integers. Per block and query head h, in IEEE single precision without fused
+// multiply-add:
+//   p_j = q_hj * a_j,   m = max_j |p_j|,   w_j = rint(p_j * (127 / m)), or 0 where m < 2^-100
+//   T(i) = sum_j w_j c_j(i) - (2^t - 1) / 2 * sum_j w_j,   score_h(i) = T(i) * (m / 127 * 2^(1-t))
+// T is a multiple of 1/2 below 2^19, hence exact, and the last product rounds once: scores are
+// equal bit for bit on every backend. A p_j that is NaN or infinite makes the block's scores NaN.
+// The rounding is an error of at most m / 254 in each p_j.
+struct LabelScanArgs {
+  LabelLayout layout = LabelLayout::kTokens;
+  std::int32_t planes = 4;  // t
+  std::int32_t group = 0;
+  std::int32_t segment_blocks = 0;  // capacity of a segment, a multiple of 16
+  std::span<const LabelScanHead> heads;
+};
+
 // --- mass: sums of exp of scores, block by block
 // ----------------------------------------------------------------------------------------------
 // What the tokens of a block would weigh in a softmax, up to a factor the caller chooses by shift:
@@ -298,6 +340,7 @@ class Backend {
   virtual void Pack(const PackArgs& args) const = 0;
   virtual void Scan(const ScanArgs& args) const = 0;
   virtual void Score(const ScoreArgs& args) const = 0;
+  virtual void ScanLabels(const LabelScanArgs& args) const = 0;
   virtual void Mass(const MassArgs& args) const = 0;
   virtual void Select(const SelectArgs& args) const = 0;
   virtual void Rank(const RankArgs& args) const = 0;

@@ -40,6 +40,12 @@ enum class Codec : std::uint8_t {
                // per channel
 };
 
+// Where the codes of a label table lie (docs/format.md).
+enum class LabelLayout : std::uint8_t {
+  kTokens = 0,    // a token's codes together: every query reads all channels
+  kChannels = 1,  // a channel's codes together: every query names the channels it reads
+};
+
 // The coordinates an index is kept in.
 enum class BasisRule : std::uint8_t {
   kRaw = 0,       // keys as they are

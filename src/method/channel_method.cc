@@ -6,55 +6,38 @@
 #include <numeric>
 #include <utility>
 
-#include "fathom/plan.h"
+#include "base/parallel.h"
+#include "method/head_stats.h"
 
 namespace fathom {
 namespace {
 
-LayerIndexOptions IndexOptions(const MethodContext& context, BasisRule basis, bool abs_stats) {
-  LayerIndexOptions options;
-  options.shape.codec = Codec::kPaper;
-  options.shape.head_dim = context.rows->geometry().head_dim;
-  options.basis = basis;
-  options.abs_stats = abs_stats;
-  return options;
-}
+std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-class FixedPlanes final : public PlaneMethod {
+class FixedChannels final : public ChannelMethod {
  public:
-  FixedPlanes(const MethodContext& context, FixedPlanesConfig config, const std::string& spec)
-      : PlaneMethod(context, config.sparse, IndexOptions(context, config.basis, config.abs_stats),
-                    spec),
-        stored_(config.stored),
-        choose_(std::move(config.depth)),
-        depth_(static_cast<std::size_t>(n_layers()) *
-               static_cast<std::size_t>(geometry().n_kv_heads)) {
-    index().set_on_changed([this](std::int32_t layer, std::int32_t kv_head) {
-      Depth(layer, kv_head) = choose_(index().head(layer, kv_head).stats);
-    });
-  }
+  FixedChannels(const MethodContext& context, const ChannelConfig& config, ChannelsFn channels,
+                const std::string& spec)
+      : ChannelMethod(context, config, spec),
+        choose_(std::move(channels)),
+        all_(AllChannels(config.stored.channels)) {}
 
  protected:
-  void PlanHead(std::int32_t layer, std::int32_t kv_head, HeadRead* read) override {
-    read->depth = Depth(layer, kv_head);
-    read->read_bits = PaperReadBits(read->depth);
-    SetNoise(index().head(layer, kv_head).stats, read);
+  std::vector<std::int32_t> TableChannels(const HeadStats& stats) const override {
+    return choose_(stats);
   }
-
-  std::int64_t IndexMemory() const override {
-    // The store is linear in channels and, scales aside, in planes.
-    const StoredPart all = {geometry().head_dim, kPlanes};
-    return PlaneMethod::IndexMemory() / StoredPartBytes(all, 1) * StoredPartBytes(stored_, 1);
+  void PlanRead(std::int32_t /*kv_head*/, const Head& head, ChannelRead* read,
+                float* noise) override {
+    read->channels = all_;
+    const std::int64_t dim = geometry().head_dim;
+    for (std::int64_t g = 0; g < geometry().group(); ++g) {
+      noise[g] = Noise(head.stats, read->mapped.data() + g * dim, head.channels);
+    }
   }
 
  private:
-  std::vector<std::uint8_t>& Depth(std::int32_t layer, std::int32_t kv_head) {
-    return depth_[static_cast<std::size_t>(layer * geometry().n_kv_heads + kv_head)];
-  }
-
-  const StoredPart stored_;
-  const DepthFn choose_;
-  std::vector<std::vector<std::uint8_t>> depth_;  // [n_layers][n_kv_heads][D]
+  const ChannelsFn choose_;
+  const std::vector<std::int32_t> all_;
 };
 
 }  // namespace
@@ -77,42 +60,119 @@ void TopChannels(std::span<const double> weight, std::int32_t n,
   std::ranges::sort(*channels);
 }
 
-std::int64_t StoredPartBytes(StoredPart part, std::int64_t n_blocks) {
-  IndexShape shape;
-  shape.codec = Codec::kPaper;
-  shape.head_dim = part.channels;
-  // Per block and channel: 8 bytes a plane and an fp16 scale.
-  constexpr std::int64_t kAll = kPlanes * 8 + 2;
-  return shape.IndexBytes(n_blocks) / kAll * (std::int64_t{part.planes} * 8 + 2);
+std::vector<std::int32_t> AllChannels(std::int64_t n) {
+  std::vector<std::int32_t> channels(Size(n));
+  std::iota(channels.begin(), channels.end(), 0);
+  return channels;
 }
 
-std::int64_t PlaneIndexBytes(const SparseConfig& config, StoredPart part, HeadGeometry geometry,
+std::int64_t StoredPartBytes(StoredPart part, std::int64_t n_blocks) {
+  constexpr std::int64_t kSegment = LabelTable::kSegmentBlocks;
+  return (n_blocks + kSegment - 1) / kSegment * kSegment * part.channels *
+         (std::int64_t{part.planes} * 8 + 2);
+}
+
+std::int64_t LabelIndexBytes(const SparseConfig& config, StoredPart part, HeadGeometry geometry,
                              std::int64_t n_tokens) {
   return SparseIndexBytes(config, geometry, n_tokens,
                           StoredPartBytes(part, n_tokens / kBlockTokens));
 }
 
-void SetNoise(const HeadStats& stats, HeadRead* read) {
-  const std::size_t dim = read->depth.size();
-  for (std::size_t g = 0; g < read->noise.size(); ++g) {
-    double noise = 0;
-    for (std::size_t j = 0; j < dim; ++j) {
-      const double q = read->q[g * dim + j];
-      noise += std::ldexp(q * q * stats.variance[j], -2 * read->depth[j]);
-    }
-    read->noise[g] = static_cast<float>(noise);
+double LabelReadBits(StoredPart part) {
+  return part.channels * (part.planes + 16.0 / kBlockTokens);
+}
+
+ChannelMethod::ChannelMethod(const MethodContext& context, const ChannelConfig& config,
+                             const std::string& spec)
+    : TableMethod(context, config.sparse, spec),
+      basis_(config.basis),
+      abs_stats_(config.abs_stats),
+      layout_(config.layout),
+      stored_(config.stored),
+      heads_(n_slots()),
+      reads_(Size(geometry().n_kv_heads)),
+      scan_(reads_.size()) {}
+
+float ChannelMethod::Noise(const HeadStats& stats, const float* q,
+                           std::span<const std::int32_t> channels) const {
+  const auto part = [&](std::size_t j) {
+    return static_cast<double>(q[j]) * q[j] * stats.variance[j];
+  };
+  double noise = 0;
+  for (std::size_t j = 0; j < stats.variance.size(); ++j) noise += part(j);
+  for (const std::int32_t c : channels) {
+    noise -= part(Size(c)) * (1 - std::ldexp(1.0, -2 * stored_.planes));
   }
+  return static_cast<float>(std::max(noise, 0.0));
 }
 
-std::unique_ptr<Method> MakeFixedPlanes(const MethodContext& context, FixedPlanesConfig config,
-                                        const std::string& spec) {
-  return std::make_unique<FixedPlanes>(context, std::move(config), spec);
+void ChannelMethod::StartHead(std::int32_t layer, std::int32_t kv_head, std::int64_t n_tokens) {
+  Head& head = heads_[Slot(layer, kv_head)];
+  head.stats = MeasureHead(context_, layer, kv_head, n_tokens, basis_, abs_stats_);
+  head.channels = TableChannels(head.stats);
+  head.table = LabelTable({layout_, stored_.planes, stored_.channels});
 }
 
-std::vector<std::uint8_t> WholeChannels(std::span<const std::int32_t> channels, std::size_t dim) {
-  std::vector<std::uint8_t> depth(dim);
-  for (const std::int32_t channel : channels) depth[static_cast<std::size_t>(channel)] = kPlanes;
-  return depth;
+void ChannelMethod::ExtendHead(std::int32_t layer, std::int32_t kv_head, std::int64_t first,
+                               std::int64_t n_blocks) {
+  Head& head = heads_[Slot(layer, kv_head)];
+  head.table.Truncate(first);
+  BlockReader reader(context_.rows->rows(layer, kv_head), head.stats.basis);
+  head.table.AppendKeys(reader, geometry().head_dim, head.channels, n_blocks, *context_.backend);
+}
+
+void ChannelMethod::CutHead(std::int32_t layer, std::int32_t kv_head, std::int64_t n_blocks) {
+  heads_[Slot(layer, kv_head)].table.Truncate(n_blocks);
+}
+
+std::int64_t ChannelMethod::StoredBytes(std::int64_t n_blocks) const {
+  return StoredPartBytes(stored_, n_blocks);
+}
+
+double ChannelMethod::ScoreLayer(std::int32_t layer, std::int64_t /*n_tokens*/,
+                                 std::int64_t /*n_index*/, const float* q, const LayerScores& out) {
+  const std::int64_t group = geometry().group();
+  const std::int64_t dim = geometry().head_dim;
+  ParallelFor(geometry().n_kv_heads, context_.backend->n_threads(), [&](std::int64_t h) {
+    const auto kv_head = static_cast<std::int32_t>(h);
+    const Head& head = heads_[Slot(layer, kv_head)];
+    const Basis& basis = head.stats.basis;
+    ChannelRead& read = reads_[Size(h)];
+    const float* head_q = q + h * group * dim;
+    read.mapped.resize(Size(group * dim));
+    basis.MapQueries(head_q, geometry().group(), read.mapped.data());
+    PlanRead(kv_head, head, &read, out.noise + h * group);
+    read.q.resize(Size(group) * read.channels.size());
+    float* gathered = read.q.data();
+    for (std::int64_t g = 0; g < group; ++g, head_q += dim) {
+      double offset = 0;
+      for (std::int64_t d = 0; d < dim; ++d) {
+        offset += static_cast<double>(head_q[d]) * basis.center[Size(d)];
+      }
+      out.offset[h * group + g] = static_cast<float>(offset);
+      for (const std::int32_t c : read.channels) {
+        *gathered++ = read.mapped[Size(g * dim + head.channels[Size(c)])];
+      }
+    }
+    scan_[Size(h)] = {head.table.segments(),
+                      static_cast<std::int32_t>(read.channels.size()),
+                      layout_ == LabelLayout::kChannels ? read.channels.data() : nullptr,
+                      read.q.data(),
+                      out.scores + h * group * out.stride,
+                      out.stride};
+  });
+  context_.backend->ScanLabels({layout_, stored_.planes, geometry().group(),
+                                LabelTable::kSegmentBlocks, scan_});
+  double bits = 0;
+  for (const ChannelRead& read : reads_) {
+    bits += LabelReadBits({static_cast<std::int32_t>(read.channels.size()), stored_.planes});
+  }
+  return bits;
+}
+
+std::unique_ptr<Method> MakeFixedChannels(const MethodContext& context, const ChannelConfig& config,
+                                          ChannelsFn channels, const std::string& spec) {
+  return std::make_unique<FixedChannels>(context, config, std::move(channels), spec);
 }
 
 }  // namespace fathom

@@ -25,6 +25,7 @@
 #include "base/half.h"
 #include "method/channel_method.h"
 #include "method/label_method.h"
+#include "method/plane_method.h"
 
 namespace fathom {
 namespace {
@@ -61,14 +62,14 @@ bool AllZero(const std::vector<double>& x) {
   return std::ranges::all_of(x, [](double v) { return v == 0.0; });
 }
 
-std::vector<std::uint8_t> CommonDepth(const HeadStats& stats, std::int32_t c) {
+std::vector<std::int32_t> CommonChannels(const HeadStats& stats, std::int32_t c) {
   std::vector<double> weight = stats.abs_key;
   if (!AllZero(stats.abs_query)) {
     for (std::size_t j = 0; j < weight.size(); ++j) weight[j] *= stats.abs_query[j];
   }
   std::vector<std::int32_t> channels;
   TopChannels(weight, c, &channels);
-  return WholeChannels(channels, weight.size());
+  return channels;
 }
 
 // Sums over the sampled queries of |q_j| or |q_j k_j| of one query head, in the table's basis;
@@ -138,18 +139,18 @@ void Check(OptionReader& options) { ReadConfig(options); }
 std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context) {
   const Config config = ReadConfig(options);
   if (config.author) return MakeLabelMethod(context, Labels(config), options.Canonical());
-  const auto depth = [c = config.c](const HeadStats& stats) { return CommonDepth(stats, c); };
-  return MakeFixedPlanes(context,
-                         {config.sparse, config.basis, /*abs_stats=*/true,
-                          CommonPart(config, context.rows->geometry()), depth},
-                         options.Canonical());
+  const auto channels = [c = config.c](const HeadStats& stats) { return CommonChannels(stats, c); };
+  return MakeFixedChannels(context,
+                           {config.sparse, config.basis, /*abs_stats=*/true, LabelLayout::kTokens,
+                            CommonPart(config, context.rows->geometry())},
+                           channels, options.Canonical());
 }
 
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
   const Config config = ReadConfig(options);
   return config.author
              ? LabelBytes(Labels(config), geometry, n_tokens)
-             : PlaneIndexBytes(config.sparse, CommonPart(config, geometry), geometry, n_tokens);
+             : LabelIndexBytes(config.sparse, CommonPart(config, geometry), geometry, n_tokens);
 }
 
 }  // namespace

@@ -29,18 +29,16 @@
 
 #include "base/half.h"
 #include "base/parallel.h"
-#include "memory/aligned_buffer.h"
 #include "method/head_stats.h"
 #include "method/table_method.h"
 #include "store/codec_fit.h"
-#include "store/layout.h"
+#include "store/label_table.h"
 
 namespace fathom {
 namespace {
 
-constexpr std::int32_t kSegmentBlocks = 64;               // of 64 tokens
 constexpr std::int32_t kPair = kFfdBlock / kBlockTokens;  // blocks of 64 that share a scale
-constexpr std::uint8_t kDepth = 2;
+constexpr std::int32_t kFfdBits = 2;
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -50,15 +48,13 @@ std::int64_t CodeBytes(std::int64_t dim, std::int64_t n_blocks) {
   return n_blocks / kPair * (kFfdBlock * dim * 2 / 8 + 4 * dim);
 }
 
-// The codes lie in the first two planes of a store of the paper codec, whose values at depth 2 are
-// a (c - 1.5) / 2: with a = 2 scale they are FFD's.
+// A label of 2 bits means (c - 1.5) a / 2: with a = 2 scale that is FFD's value.
 class FfdMethod final : public TableMethod {
  public:
   FfdMethod(const MethodContext& context, const SparseConfig& config, BasisRule basis,
             const std::string& spec)
       : TableMethod(context, config, spec),
         basis_(basis),
-        depth_(Size(geometry().head_dim), kDepth),
         heads_(n_slots()),
         q_(Size(geometry().n_heads) * Size(geometry().head_dim)),
         margin_(Size(geometry().n_kv_heads)),
@@ -69,32 +65,28 @@ class FfdMethod final : public TableMethod {
   void StartHead(std::int32_t layer, std::int32_t kv_head, std::int64_t n_tokens) override {
     Head& head = heads_[Slot(layer, kv_head)];
     head.basis = MeasureHead(context_, layer, kv_head, n_tokens, basis_, /*abs=*/false).basis;
+    head.table = LabelTable({LabelLayout::kTokens, kFfdBits, geometry().head_dim});
   }
 
   void ExtendHead(std::int32_t layer, std::int32_t kv_head, std::int64_t first,
                   std::int64_t n_blocks) override {
     Head& head = heads_[Slot(layer, kv_head)];
     const int dim = geometry().head_dim;
-    const std::size_t plane_bytes = layout::PlaneBytes(dim, kSegmentBlocks);
     const std::int64_t n_pairs = n_blocks / kPair;
-    while (static_cast<std::int64_t>(head.segments.size()) * kSegmentBlocks < n_pairs * kPair) {
-      AlignedBuffer bytes(plane_bytes + layout::SideBytes(Codec::kPaper, dim, 0, kSegmentBlocks));
-      head.views.push_back({bytes.as<std::uint64_t>(), bytes.as<std::uint8_t>(plane_bytes), 0, 0});
-      head.segments.push_back(std::move(bytes));
-    }
+    head.table.Truncate(std::min(head.table.n_blocks(), first / kPair * kPair));
     BlockReader reader(context_.rows->rows(layer, kv_head), head.basis);
     std::vector<float> x(Size(kFfdBlock) * Size(dim));
-    for (std::int64_t pair = first / kPair; pair < n_pairs; ++pair) {
+    for (std::int64_t pair = head.table.n_blocks() / kPair; pair < n_pairs; ++pair) {
       for (std::int64_t b = 0; b < kPair; ++b) {
         std::copy_n(reader.Load(pair * kPair + b), kBlockTokens * dim,
                     x.data() + b * kBlockTokens * dim);
       }
-      PackPair(x.data(), pair, &head);
+      PackPair(x.data(), &head.table);
     }
-    for (std::size_t s = 0; s < head.views.size(); ++s) {
-      head.views[s].n_blocks = static_cast<std::int32_t>(std::clamp<std::int64_t>(
-          n_pairs * kPair - static_cast<std::int64_t>(s) * kSegmentBlocks, 0, kSegmentBlocks));
-    }
+  }
+
+  void CutHead(std::int32_t layer, std::int32_t kv_head, std::int64_t n_blocks) override {
+    heads_[Slot(layer, kv_head)].table.Truncate(n_blocks / kPair * kPair);
   }
 
   std::int64_t StoredBytes(std::int64_t n_blocks) const override {
@@ -109,14 +101,15 @@ class FfdMethod final : public TableMethod {
       const Head& head = heads_[Slot(layer, static_cast<std::int32_t>(h))];
       const std::size_t at = h * Size(group * dim);
       head.basis.MapQueries(q + at, group, q_.data() + at);
-      scan_[h].segments = head.views;
-      scan_[h].q = q_.data() + at;
-      scan_[h].depth = depth_.data();
-      scan_[h].scores = out.scores + static_cast<std::int64_t>(h) * group * out.stride;
-      scan_[h].stride = out.stride;
+      scan_[h] = {head.table.segments(),
+                  geometry().head_dim,
+                  nullptr,
+                  q_.data() + at,
+                  out.scores + static_cast<std::int64_t>(h) * group * out.stride,
+                  out.stride};
     }
-    context_.backend->Scan({Codec::kPaper, geometry().head_dim, geometry().group(), kSegmentBlocks,
-                            /*mean_bits=*/4, scan_});
+    context_.backend->ScanLabels({LabelLayout::kTokens, kFfdBits, geometry().group(),
+                                  LabelTable::kSegmentBlocks, scan_});
     ParallelFor(geometry().n_kv_heads, context_.backend->n_threads(),
                 [&](std::int64_t h) { RankBlocks(Size(h), n_index); });
     return (2.0 + 32.0 / kFfdBlock) * static_cast<double>(dim) * geometry().n_kv_heads;
@@ -125,33 +118,27 @@ class FfdMethod final : public TableMethod {
  private:
   struct Head {
     Basis basis;
-    std::vector<AlignedBuffer> segments;
-    std::vector<SegmentView> views;
+    LabelTable table;
   };
 
   // x: [128][D] in the basis.
-  void PackPair(const float* x, std::int64_t pair, Head* head) const {
-    const int dim = geometry().head_dim;
-    AlignedBuffer& bytes = head->segments[Size(pair * kPair / kSegmentBlocks)];
-    auto* planes = bytes.as<std::uint64_t>();
-    auto* scales = bytes.as<Half>(layout::PlaneBytes(dim, kSegmentBlocks));
-    const auto first = static_cast<int>(pair * kPair % kSegmentBlocks);
-    for (int j = 0; j < dim; ++j) {
+  void PackPair(const float* x, LabelTable* table) const {
+    const std::size_t dim = Size(geometry().head_dim);
+    std::vector<std::uint8_t> codes(kPair * dim * kBlockTokens);
+    std::vector<Half> scales(dim);
+    for (std::size_t j = 0; j < dim; ++j) {
       float top = 0;
-      for (int i = 0; i < kFfdBlock; ++i) top = std::max(top, std::fabs(x[i * dim + j]));
+      for (std::size_t i = 0; i < kFfdBlock; ++i) top = std::max(top, std::fabs(x[i * dim + j]));
       const float scale = top / 1.5F;
-      for (int b = 0; b < kPair; ++b) {
-        std::uint64_t word[kDepth] = {};
-        for (int i = 0; i < kBlockTokens; ++i) {
-          const int code = FfdCode(x[(b * kBlockTokens + i) * dim + j], scale);
-          word[0] |= static_cast<std::uint64_t>(code >> 1) << i;
-          word[1] |= static_cast<std::uint64_t>(code & 1) << i;
-        }
-        for (int p = 0; p < kDepth; ++p) {
-          planes[layout::PlaneWord(j, p, first + b, kSegmentBlocks)] = word[p];
-        }
-        scales[j * kSegmentBlocks + first + b] = FloatToHalf(std::min(2 * scale, 65504.0F));
+      for (std::size_t i = 0; i < kFfdBlock; ++i) {
+        const std::size_t row = i / kBlockTokens * dim + j;
+        codes[row * kBlockTokens + i % kBlockTokens] =
+            static_cast<std::uint8_t>(FfdCode(x[i * dim + j], scale));
       }
+      scales[j] = FloatToHalf(std::min(2 * scale, 65504.0F));
+    }
+    for (std::size_t b = 0; b < kPair; ++b) {
+      table->Append(codes.data() + b * dim * kBlockTokens, scales.data());
     }
   }
 
@@ -188,11 +175,10 @@ class FfdMethod final : public TableMethod {
   }
 
   const BasisRule basis_;
-  const std::vector<std::uint8_t> depth_;
   std::vector<Head> heads_;                       // [n_layers][n_kv_heads]
   std::vector<float> q_;                          // [n_heads][D] queries in the basis
   std::vector<std::vector<float>> margin_, top_;  // [n_kv_heads][blocks of 128]
-  std::vector<ScanHead> scan_;
+  std::vector<LabelScanHead> scan_;
 };
 
 }  // namespace

@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: MIT
-// full4: all 4 planes of all channels of the common store, 4.25 D bits. What the store's quantizer
-// loses by itself, with no bit saved.
+// full4: 4 bits of all channels, 4.25 D bits. What the common quantizer loses by itself, with no
+// bit saved.
 #include "method/channel_method.h"
+#include "method/plane_method.h"
 
 namespace fathom {
 namespace {
@@ -23,22 +24,20 @@ void Check(OptionReader& options) { ReadConfig(options); }
 
 std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context) {
   const Config config = ReadConfig(options);
-  const auto depth = [](const HeadStats& stats) {
-    return std::vector<std::uint8_t>(stats.variance.size(), kPlanes);
-  };
-  const StoredPart all = {context.rows->geometry().head_dim, kPlanes};
-  return MakeFixedPlanes(context, {config.sparse, config.basis, /*abs_stats=*/false, all, depth},
-                         options.Canonical());
+  const StoredPart part = {context.rows->geometry().head_dim, kPlanes};
+  const auto all = [part](const HeadStats&) { return AllChannels(part.channels); };
+  return MakeFixedChannels(
+      context, {config.sparse, config.basis, /*abs_stats=*/false, LabelLayout::kTokens, part}, all,
+      options.Canonical());
 }
 
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
   const Config config = ReadConfig(options);
-  return PlaneIndexBytes(config.sparse, {geometry.head_dim, kPlanes}, geometry, n_tokens);
+  return LabelIndexBytes(config.sparse, {geometry.head_dim, kPlanes}, geometry, n_tokens);
 }
 
 }  // namespace
 
-const MethodEntry kFull4Entry = {"full4", "all 4 planes of all channels of the common store", Check,
-                                 Make, IndexBytesOf};
+const MethodEntry kFull4Entry = {"full4", "4 bits of all channels", Check, Make, IndexBytesOf};
 
 }  // namespace fathom

@@ -22,8 +22,7 @@ std::size_t LayerIndex::Slot(std::int32_t layer, std::int32_t kv_head) const {
 
 void LayerIndex::BuildHead(std::int32_t layer, std::int32_t kv_head, std::int64_t n_tokens) {
   const Half* rows = context_.rows->rows(layer, kv_head);
-  HeadStats stats =
-      MeasureHead(context_, layer, kv_head, n_tokens, options_.basis, options_.abs_stats);
+  HeadStats stats = MeasureHead(context_, layer, kv_head, n_tokens, options_.basis, /*abs=*/false);
   HeadIndex index(options_.shape, stats.basis, options_.rules);
   index.Build(rows, n_tokens / kBlockTokens, *context_.backend,
               CalibratedCodec(context_, layer, kv_head, options_.basis, options_.shape));

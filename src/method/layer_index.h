@@ -24,7 +24,6 @@ struct LayerIndexOptions {
   IndexShape shape;
   BasisRule basis = BasisRule::kRaw;
   IndexRules rules;
-  bool abs_stats = false;  // also HeadStats::abs_key and abs_query
 };
 
 class LayerIndex {

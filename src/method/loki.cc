@@ -3,7 +3,7 @@
 // "Loki: Low-rank Keys for Efficient Sparse Attention".
 //
 // rule=common: centred keys in the KLT basis, whose axes are ordered by score variance (key
-// variance times query energy), the first r of them read at 4 planes from the common store: 4.25 r
+// variance times query energy), the first r of them kept and read in 4 bits: 4.25 r
 // bits. A stronger order and a cheaper read than the original. A raw basis has no order of its own:
 // there the r channels of largest Var_j (E|q_j|)^2 are taken, or of largest variance without
 // queries.
@@ -23,6 +23,7 @@
 
 #include "method/channel_method.h"
 #include "method/label_method.h"
+#include "method/plane_method.h"
 
 namespace fathom {
 namespace {
@@ -85,20 +86,19 @@ void Check(OptionReader& options) { ReadConfig(options); }
 std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context) {
   const Config config = ReadConfig(options);
   if (config.author) return MakeLabelMethod(context, Labels(config), options.Canonical());
-  const auto depth = [config](const HeadStats& stats) {
-    return WholeChannels(Channels(stats, config), stats.variance.size());
-  };
-  return MakeFixedPlanes(context,
-                         {config.sparse, config.basis, config.basis == BasisRule::kRaw,
-                          CommonPart(config, context.rows->geometry()), depth},
-                         options.Canonical());
+  const auto channels = [config](const HeadStats& stats) { return Channels(stats, config); };
+  return MakeFixedChannels(
+      context,
+      {config.sparse, config.basis, /*abs_stats=*/config.basis == BasisRule::kRaw,
+       LabelLayout::kTokens, CommonPart(config, context.rows->geometry())},
+      channels, options.Canonical());
 }
 
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
   const Config config = ReadConfig(options);
   return config.author
              ? LabelBytes(Labels(config), geometry, n_tokens)
-             : PlaneIndexBytes(config.sparse, CommonPart(config, geometry), geometry, n_tokens);
+             : LabelIndexBytes(config.sparse, CommonPart(config, geometry), geometry, n_tokens);
 }
 
 }  // namespace

@@ -2,8 +2,8 @@
 // sparq: every query reads the channels in which it is largest. Ribar et al., "SparQ Attention:
 // Bandwidth-Efficient LLM Inference".
 //
-// rule=common: per KV head the r channels of largest sum_h |q_hj|, read at 4 planes from the common
-// store: 4.25 r bits; each head its own winners. channels=head: every query head scores with its
+// rule=common: per KV head the r channels of largest sum_h |q_hj|, read in 4 bits from a table of
+// all: 4.25 r bits; each head its own winners. channels=head: every query head scores with its
 // own r channels of largest |q_hj|; the union over the group is read and counted.
 //
 // rule=author: the keys' own fp16, 16 r bits, from a second, channel-major copy of the keys
@@ -22,9 +22,9 @@
 
 #include "base/half.h"
 #include "base/parallel.h"
-#include "fathom/plan.h"
 #include "method/channel_method.h"
 #include "method/head_stats.h"
+#include "method/plane_method.h"
 #include "method/table_method.h"
 #include "store/codec_fit.h"
 
@@ -84,53 +84,46 @@ void KeepChannels(const std::vector<std::int32_t>& channels, std::size_t dim, fl
   while (next < dim) q[next++] = 0;
 }
 
-class Sparq final : public PlaneMethod {
+class Sparq final : public ChannelMethod {
  public:
   Sparq(const MethodContext& context, const Config& config, const std::string& spec)
-      : PlaneMethod(context, config.sparse, IndexOptions(context, config), spec),
+      : ChannelMethod(context,
+                      {config.sparse,
+                       config.basis,
+                       /*abs_stats=*/false,
+                       LabelLayout::kChannels,
+                       {context.rows->geometry().head_dim, kPlanes}},
+                      spec),
         r_(config.r),
         per_head_(config.per_head),
         choice_(Size(geometry().n_kv_heads)) {}
 
  protected:
-  void PlanHead(std::int32_t layer, std::int32_t kv_head, HeadRead* read) override {
+  std::vector<std::int32_t> TableChannels(const HeadStats& stats) const override {
+    return AllChannels(static_cast<std::int64_t>(stats.variance.size()));
+  }
+
+  void PlanRead(std::int32_t kv_head, const Head& head, ChannelRead* read, float* noise) override {
     const std::size_t dim = Size(geometry().head_dim);
     const std::int32_t group = geometry().group();
-    const HeadStats& stats = index().head(layer, kv_head).stats;
     ChannelChoice& choice = choice_[Size(kv_head)];
-    read->depth.assign(dim, 0);
-    if (!per_head_) {
-      choice.Choose(read->q.data(), 0, group, dim, r_);
-      for (const std::int32_t c : choice.channels) read->depth[Size(c)] = kPlanes;
-      SetNoise(stats, read);
-    }
-    for (std::int32_t g = 0; per_head_ && g < group; ++g) {
-      float* q = read->q.data() + Size(g) * dim;
-      choice.Choose(read->q.data(), g, g + 1, dim, r_);
-      double noise = 0;
-      for (std::size_t j = 0; j < dim; ++j) {
-        noise += static_cast<double>(q[j]) * q[j] * stats.variance[j];
+    read->channels.clear();
+    if (!per_head_) choice.Choose(read->mapped.data(), 0, group, dim, r_);
+    for (std::int32_t g = 0; g < group; ++g) {
+      float* q = read->mapped.data() + Size(g) * dim;
+      if (per_head_) choice.Choose(read->mapped.data(), g, g + 1, dim, r_);
+      noise[g] = Noise(head.stats, q, choice.channels);
+      if (per_head_) {
+        KeepChannels(choice.channels, dim, q);
+        read->channels.insert(read->channels.end(), choice.channels.begin(), choice.channels.end());
       }
-      for (const std::int32_t c : choice.channels) {
-        read->depth[Size(c)] = kPlanes;
-        noise -= static_cast<double>(q[c]) * q[c] * stats.variance[Size(c)] *
-                 (1 - std::ldexp(1.0, -2 * kPlanes));
-      }
-      read->noise[Size(g)] = static_cast<float>(std::max(noise, 0.0));
-      KeepChannels(choice.channels, dim, q);
     }
-    read->read_bits = PaperReadBits(read->depth);
+    if (!per_head_) read->channels = choice.channels;
+    std::ranges::sort(read->channels);
+    read->channels.erase(std::ranges::unique(read->channels).begin(), read->channels.end());
   }
 
  private:
-  static LayerIndexOptions IndexOptions(const MethodContext& context, const Config& config) {
-    LayerIndexOptions options;
-    options.shape.codec = Codec::kPaper;
-    options.shape.head_dim = context.rows->geometry().head_dim;
-    options.basis = config.basis;
-    return options;
-  }
-
   const std::int32_t r_;
   const bool per_head_;
   std::vector<ChannelChoice> choice_;  // [n_kv_heads] scratch
@@ -293,7 +286,7 @@ std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
   const Config config = ReadConfig(options);
   if (!config.author) {
-    return PlaneIndexBytes(config.sparse, {geometry.head_dim, kPlanes}, geometry, n_tokens);
+    return LabelIndexBytes(config.sparse, {geometry.head_dim, kPlanes}, geometry, n_tokens);
   }
   return n_tokens < config.sparse.min
              ? 0

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // Methods with a table of their own that is derived from the keys block by block: the authors' own
-// systems. Here is its life: made once, extended as blocks finish, cut on truncation.
+// systems, and labels. Here is its life: made once, extended as blocks finish, cut on truncation.
 #pragma once
 
 #include <cstdint>
@@ -22,6 +22,9 @@ class TableMethod : public SparseMethod {
   // Derives blocks first .. n_blocks - 1, which may have been derived before and cut since.
   virtual void ExtendHead(std::int32_t layer, std::int32_t kv_head, std::int64_t first,
                           std::int64_t n_blocks) = 0;
+  // Forgets blocks from n_blocks on. Without it they stay, unused, until they are derived again.
+  virtual void CutHead(std::int32_t /*layer*/, std::int32_t /*kv_head*/,
+                       std::int64_t /*n_blocks*/) {}
   // Bytes that the author's system stores beyond the fp16 rows, for one KV head.
   virtual std::int64_t StoredBytes(std::int64_t n_blocks) const = 0;
 

@@ -1,11 +1,12 @@
 // SPDX-License-Identifier: MIT
 // thumbnail: a coarse copy of every channel, scored for all tokens.
 //
-// rule=common: the first `planes` planes of every channel of the common store, (planes + 1/4) D
-// bits: 288 at 2 planes and D = 128. Tokens are chosen one by one. rule=ffd: the 2-bit system of
-// FFD (ffd.cc), whose unit is the block of 128 tokens.
+// rule=common: the first `planes` bits of every channel's 4-bit codes, (planes + 1/4) D bits: 288
+// at 2 planes and D = 128. Tokens are chosen one by one. rule=ffd: the 2-bit system of FFD
+// (ffd.cc), whose unit is the block of 128 tokens.
 #include "method/channel_method.h"
 #include "method/ffd.h"
+#include "method/plane_method.h"
 
 namespace fathom {
 namespace {
@@ -35,18 +36,17 @@ void Check(OptionReader& options) { ReadConfig(options); }
 std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context) {
   const Config config = ReadConfig(options);
   if (config.ffd) return MakeFfd(context, config.sparse, config.basis, options.Canonical());
-  const auto depth = [planes = config.planes](const HeadStats& stats) {
-    return std::vector<std::uint8_t>(stats.variance.size(), static_cast<std::uint8_t>(planes));
-  };
   const StoredPart part = {context.rows->geometry().head_dim, config.planes};
-  return MakeFixedPlanes(context, {config.sparse, config.basis, /*abs_stats=*/false, part, depth},
-                         options.Canonical());
+  const auto all = [part](const HeadStats&) { return AllChannels(part.channels); };
+  return MakeFixedChannels(
+      context, {config.sparse, config.basis, /*abs_stats=*/false, LabelLayout::kTokens, part}, all,
+      options.Canonical());
 }
 
 std::int64_t IndexBytesOf(OptionReader& options, HeadGeometry geometry, std::int64_t n_tokens) {
   const Config config = ReadConfig(options);
   return config.ffd ? FfdBytes(config.sparse, geometry, n_tokens)
-                    : PlaneIndexBytes(config.sparse, {geometry.head_dim, config.planes}, geometry,
+                    : LabelIndexBytes(config.sparse, {geometry.head_dim, config.planes}, geometry,
                                       n_tokens);
 }
 

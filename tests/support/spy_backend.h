@@ -41,6 +41,7 @@ class SpyBackend final : public Backend {
     inner_->Scan(args);
   }
   void Score(const ScoreArgs& args) const override { inner_->Score(args); }
+  void ScanLabels(const LabelScanArgs& args) const override { inner_->ScanLabels(args); }
   void Mass(const MassArgs& args) const override {
     inner_->Mass(args);
     if (on_mass) on_mass(args);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// Score and attend: one query position of a group against fp16 rows [K | V].
+// Attend: one query position of a group against fp16 rows [K | V].
 //
-//   score = q . k;   p = exp(scale * score - top);   out = sum p v, sum = sum p
+//   s = q . k;   p = exp(scale * s - top);   out = sum p v, sum = sum p
 //
 // A key is converted once for the whole group; kLanes rows are dotted at a time, one accumulator
 // each, and a transposing reduction leaves one score per lane. Dense rows go through all heads,
@@ -58,19 +58,6 @@ FATHOM_INLINE void StoreFirst(float* p, F32 x, int n) {
   float lanes[kLanes];
   Store(lanes, x);
   for (int i = 0; i < n; ++i) p[i] = lanes[i];
-}
-
-void ScoreRows(const ScoreRowsArgs* args) {
-  const ScoreRowsArgs& a = *args;
-  alignas(64) float keys[kLanes * kMaxHeadDim];
-  for (std::int64_t i = 0; i < a.n_rows; i += kLanes) {
-    const std::int64_t left = a.n_rows - i;
-    LoadKeys(a.rows + i * a.key_stride, a.key_stride, left, a.head_dim, keys);
-    const int n = left < kLanes ? static_cast<int>(left) : kLanes;
-    for (int h = 0; h < a.group; ++h) {
-      StoreFirst(a.scores + h * a.stride + i, DotKeys(keys, a.q + h * a.head_dim, a.head_dim), n);
-    }
-  }
 }
 
 // Scores to weights in place; n a multiple of kLanes, filled up with -inf. NaN is left out of the

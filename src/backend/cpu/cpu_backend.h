@@ -25,6 +25,7 @@ class CpuBackend : public Backend {
   void Pack(const PackArgs& args) const override;
   void Scan(const ScanArgs& args) const override;
   void Score(const ScoreArgs& args) const override;
+  void ScanLabels(const LabelScanArgs& args) const override;
   void Mass(const MassArgs& args) const override;
   void Select(const SelectArgs& args) const override;
   void Rank(const RankArgs& args) const override;

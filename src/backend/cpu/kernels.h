@@ -17,12 +17,13 @@
 
 namespace fathom::cpu {
 
-inline constexpr int kScanChunkBlocks = 64;   // blocks per call of the scan kernels, at most
-inline constexpr int kMassChunkBlocks = 128;  // blocks per call of mass_blocks, at most
-inline constexpr int kAttendListRows = 128;   // rows of a chunk of listed rows, at most
-inline constexpr int kWeighChunkBlocks = 64;  // blocks per call of weigh_blocks, at most
-inline constexpr int kAttendDenseRows = 512;  // rows per call of attend_dense, at most
-inline constexpr int kSelectSlack = 16;       // elements that top_k may write beyond its candidates
+inline constexpr int kScanChunkBlocks = 64;         // blocks per call of the scan kernels, at most
+inline constexpr int kLabelScratchBytes = 1 << 17;  // of scan_labels, at least 16 blocks' rows
+inline constexpr int kMassChunkBlocks = 128;        // blocks per call of mass_blocks, at most
+inline constexpr int kAttendListRows = 128;         // rows of a chunk of listed rows, at most
+inline constexpr int kWeighChunkBlocks = 64;        // blocks per call of weigh_blocks, at most
+inline constexpr int kAttendDenseRows = 512;        // rows per call of attend_dense, at most
+inline constexpr int kSelectSlack = 16;  // elements that top_k may write beyond its candidates
 
 struct PackCodesArgs {
   const float* x;       // [64][head_dim]
@@ -127,6 +128,25 @@ struct ScoreRowsArgs {
   std::int64_t key_stride;  // halfs from one row to the next
   std::int32_t head_dim;
   std::int32_t group;
+};
+
+// Blocks first .. first + count - 1 of one segment of labels; scores of head h start at scores + h
+// * stride. first is a multiple of 16, count at most kScanChunkBlocks.
+struct ScanLabelsArgs {
+  LabelLayout layout;
+  std::int32_t planes;
+  std::int32_t segment_blocks;
+  std::int32_t first;
+  std::int32_t count;
+  std::int32_t group;
+  std::int32_t n_channels;
+  const std::uint8_t* codes;
+  const Half* scales;
+  const std::int32_t* channels;  // [n_channels] (kChannels)
+  const float* q;                // [group][n_channels]
+  float* scores;
+  std::int64_t stride;
+  std::int32_t* scratch;  // kLabelScratchBytes, 64-byte aligned (kChannels)
 };
 
 // Blocks of one query head; scores: [n_blocks][64].
@@ -249,6 +269,7 @@ struct KernelTable {
   void (*scan_scores)(const ScanScoresArgs* args);
   void (*scan_paper)(const ScanPaperArgs* args);
   void (*score_rows)(const ScoreRowsArgs* args);
+  void (*scan_labels)(const ScanLabelsArgs* args);
   void (*mass_blocks)(const MassBlocksArgs* args);
   void (*top_k)(const TopKArgs* args);
   void (*rank_blocks)(const RankBlocksArgs* args);

@@ -8,6 +8,9 @@ static_assert(layout::PlaneWord(3, 2, 5, 64) == (3 * kPlanes + 2) * 64 + 5);
 static_assert(layout::Code(2, 0, 2, 0, 1) == 10);
 static_assert(layout::UnpackNibble(0x5A, 0) == 10 - 8 && layout::UnpackNibble(0x5A, 1) == 5 - 8);
 static_assert(layout::SideBytes(Codec::kMean, 3, 4, 64) == 3 * 32);
+static_assert(layout::TokenLabel(2, 32, 29, 1, 3).byte == (2 + 1) * 256 + 3 * 4 + 1);
+static_assert(layout::TokenLabel(2, 32, 29, 1, 3).shift == 6);
+static_assert(layout::ChannelLabel(64, 3, 5, 44).byte == (3 * 64 + 5) * 32 + 16 + 4);
 static_assert(layout::SideBytes(Codec::kMean, 3, 8, 64) == 3 * 64);
 
 #include "backend/cpu/attend_impl.h"
@@ -15,8 +18,10 @@ static_assert(layout::SideBytes(Codec::kMean, 3, 8, 64) == 3 * 64);
 #include "backend/cpu/mass_impl.h"
 #include "backend/cpu/pack_impl.h"
 #include "backend/cpu/prefill_impl.h"
+#include "backend/cpu/scan_labels_impl.h"
 #include "backend/cpu/scan_mean_impl.h"
 #include "backend/cpu/scan_paper_impl.h"
+#include "backend/cpu/score_impl.h"
 #include "backend/cpu/select_impl.h"
 #include "backend/cpu/weigh_impl.h"
 
@@ -47,6 +52,7 @@ constexpr KernelTable MakeTable(const char* isa, decltype(KernelTable::scan_plan
       .scan_scores = ScanScores,
       .scan_paper = ScanPaper,
       .score_rows = ScoreRows,
+      .scan_labels = ScanLabels,
       .mass_blocks = MassBlocks,
       .top_k = TopK,
       .rank_blocks = RankBlocks,

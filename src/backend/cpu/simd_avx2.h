@@ -254,3 +254,51 @@ FATHOM_INLINE void PrefetchFar(const void* p) {
 FATHOM_INLINE void Prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
+
+FATHOM_INLINE I32 LoadCodes(const void* p) {
+  return _mm256_loadu_si256(static_cast<const __m256i*>(p));
+}
+template <int Bits>
+FATHOM_INLINE I32 ShiftBits(I32 x) {
+  return _mm256_srli_epi32(x, Bits);
+}
+template <int Bits>
+FATHOM_INLINE I32 LowBits(I32 x) {
+  return _mm256_and_si256(x, _mm256_set1_epi8((1 << Bits) - 1));
+}
+FATHOM_INLINE F32 MaxBits(F32 a, F32 b) {
+  return _mm256_castsi256_ps(_mm256_max_epu32(_mm256_castps_si256(a), _mm256_castps_si256(b)));
+}
+FATHOM_INLINE I32 RoundToInt(F32 x) { return _mm256_cvtps_epi32(x); }
+FATHOM_INLINE I32 PackBytes(const I32* v) {
+  const I32 by_operand =
+      _mm256_packs_epi16(_mm256_packs_epi32(v[0], v[1]), _mm256_packs_epi32(v[2], v[3]));
+  const I32 by_lane = _mm256_broadcastsi128_si256(
+      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  return _mm256_shuffle_epi8(by_operand, by_lane);
+}
+using Dot = I16;
+template <int Most>
+constexpr int kDotAdds = 32767 / (2 * 127 * Most);
+FATHOM_INLINE Dot ZeroDot() { return Zero16(); }
+// The empty statement keeps GCC from adding products to each other first, for which there are not
+// enough registers.
+FATHOM_INLINE Dot AddToDot(Dot sum, I32 codes, I32 weights) {
+  sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, weights));
+  __asm__("" : "+x"(sum));
+  return sum;
+}
+FATHOM_INLINE I32 DotTotal(Dot sum) { return _mm256_madd_epi16(sum, _mm256_set1_epi16(1)); }
+FATHOM_INLINE void InterleaveRows(const unsigned char* const* row, std::int64_t at,
+                                  std::int32_t* out) {
+  I32 x[4];
+  for (int k = 0; k < 4; ++k) x[k] = LoadCodes(row[k] + at);
+  const I32 a = _mm256_unpacklo_epi8(x[0], x[1]);
+  const I32 b = _mm256_unpackhi_epi8(x[0], x[1]);
+  const I32 c = _mm256_unpacklo_epi8(x[2], x[3]);
+  const I32 d = _mm256_unpackhi_epi8(x[2], x[3]);
+  StoreInt(out, _mm256_unpacklo_epi16(a, c));
+  StoreInt(out + 8, _mm256_unpackhi_epi16(a, c));
+  StoreInt(out + 16, _mm256_unpacklo_epi16(b, d));
+  StoreInt(out + 24, _mm256_unpackhi_epi16(b, d));
+}

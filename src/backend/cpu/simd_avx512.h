@@ -234,3 +234,62 @@ FATHOM_INLINE void PrefetchFar(const void* p) {
 FATHOM_INLINE void Prefetch(const void* p) {
   _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
+
+FATHOM_INLINE I32 LoadCodes(const void* p) { return _mm512_loadu_si512(p); }
+template <int Bits>
+FATHOM_INLINE I32 ShiftBits(I32 x) {
+  return _mm512_srli_epi32(x, Bits);
+}
+template <int Bits>
+FATHOM_INLINE I32 LowBits(I32 x) {
+  return _mm512_and_si512(x, _mm512_set1_epi8((1 << Bits) - 1));
+}
+FATHOM_INLINE F32 MaxBits(F32 a, F32 b) {
+  return _mm512_castsi512_ps(_mm512_max_epu32(_mm512_castps_si512(a), _mm512_castps_si512(b)));
+}
+FATHOM_INLINE I32 RoundToInt(F32 x) { return _mm512_cvtps_epi32(x); }
+FATHOM_INLINE I32 PackBytes(const I32* v) {
+  const I32 by_operand =
+      _mm512_packs_epi16(_mm512_packs_epi32(v[0], v[1]), _mm512_packs_epi32(v[2], v[3]));
+  const I32 by_lane =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  return _mm512_shuffle_epi8(by_operand, by_lane);
+}
+// Sums are tied to their registers: GCC would otherwise move them to and fro.
+#ifdef __AVX512VNNI__
+using Dot = I32;
+template <int Most>
+constexpr int kDotAdds = INT32_MAX / (4 * 127 * Most);
+FATHOM_INLINE Dot ZeroDot() { return _mm512_setzero_si512(); }
+FATHOM_INLINE Dot AddToDot(Dot sum, I32 codes, I32 weights) {
+  __asm__("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(codes), "v"(weights));
+  return sum;
+}
+FATHOM_INLINE I32 DotTotal(Dot sum) { return sum; }
+#else
+using Dot = I16;
+template <int Most>
+constexpr int kDotAdds = 32767 / (2 * 127 * Most);
+FATHOM_INLINE Dot ZeroDot() { return Zero16(); }
+FATHOM_INLINE Dot AddToDot(Dot sum, I32 codes, I32 weights) {
+  sum = _mm512_add_epi16(sum, _mm512_maddubs_epi16(codes, weights));
+  __asm__("" : "+v"(sum));
+  return sum;
+}
+FATHOM_INLINE I32 DotTotal(Dot sum) { return _mm512_madd_epi16(sum, _mm512_set1_epi16(1)); }
+#endif
+FATHOM_INLINE I32 Join(__m256i low, __m256i high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+FATHOM_INLINE void InterleaveRows(const unsigned char* const* row, std::int64_t at,
+                                  std::int32_t* out) {
+  __m256i x[4];
+  for (int k = 0; k < 4; ++k)
+    x[k] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row[k] + at));
+  const __m256i a = _mm256_unpacklo_epi8(x[0], x[1]);
+  const __m256i b = _mm256_unpackhi_epi8(x[0], x[1]);
+  const __m256i c = _mm256_unpacklo_epi8(x[2], x[3]);
+  const __m256i d = _mm256_unpackhi_epi8(x[2], x[3]);
+  StoreInt(out, Join(_mm256_unpacklo_epi16(a, c), _mm256_unpackhi_epi16(a, c)));
+  StoreInt(out + 16, Join(_mm256_unpacklo_epi16(b, d), _mm256_unpackhi_epi16(b, d)));
+}

@@ -255,3 +255,52 @@ FATHOM_INLINE I32 DotAdd(I32 acc, Bytes a, Bytes b) {
 FATHOM_INLINE void Prefetch(const void* p) { __builtin_prefetch(p); }
 // To the second-level cache.
 FATHOM_INLINE void PrefetchFar(const void* p) { __builtin_prefetch(p, 0, 2); }
+
+// Bytes of labels: four to a lane of I32.
+FATHOM_INLINE I32 LoadCodes(const void* p) {
+  I32 x;
+  __builtin_memcpy(&x, p, sizeof x);
+  return x;
+}
+template <int Bits>
+FATHOM_INLINE I32 ShiftBits(I32 x) {
+  return (I32)((U32)x >> Bits);
+}
+// The low bits of every byte.
+template <int Bits>
+FATHOM_INLINE I32 LowBits(I32 x) {
+  return x & (((1 << Bits) - 1) * 0x01010101);
+}
+// The operand whose bits are larger as an unsigned number: of numbers without a sign the larger,
+// and NaN above all.
+FATHOM_INLINE F32 MaxBits(F32 a, F32 b) { return Choose((U32)a > (U32)b, a, b); }
+// To the nearest integer, ties to even; |x| < 2^22, any number for a NaN.
+FATHOM_INLINE I32 RoundToInt(F32 x) { return __builtin_convertvector(Round(x), I32); }
+// Lane i: the bytes v[0][i], v[1][i], v[2][i], v[3][i], of numbers -127 .. 127.
+FATHOM_INLINE I32 PackBytes(const I32* v) {
+  const U32 low = ((U32)v[0] & 0xFFu) | (((U32)v[1] & 0xFFu) << 8);
+  return (I32)(low | (((U32)v[2] & 0xFFu) << 16) | ((U32)v[3] << 24));
+}
+// Dot products of four unsigned bytes, codes, with four signed ones, weights of -127 .. 127. At
+// most kDotAdds sums of codes up to `Most` fit.
+using Dot = I16;
+template <int Most>
+constexpr int kDotAdds = 32767 / (2 * 127 * Most);
+FATHOM_INLINE Dot ZeroDot() { return Dot{}; }
+FATHOM_INLINE Dot AddToDot(Dot sum, I32 codes, I32 weights) {
+  typedef std::uint16_t U16 __attribute__((vector_size(16)));
+  const I16 even = (I16)((U16)codes & 0xFF) * ((I16)((U16)weights << 8) >> 8);
+  return sum + even + (I16)((U16)codes >> 8) * ((I16)weights >> 8);
+}
+FATHOM_INLINE I32 DotTotal(Dot sum) {
+  return ((I32)((U32)(I32)sum << 16) >> 16) + ((I32)sum >> 16);
+}
+// out: [32 tokens][4 bytes] from four rows of layout::ChannelLabel, `at` bytes behind their starts;
+// a byte holds the codes of two tokens 32 apart.
+FATHOM_INLINE void InterleaveRows(const unsigned char* const* row, std::int64_t at,
+                                  std::int32_t* out) {
+  auto* bytes = reinterpret_cast<unsigned char*>(out);
+  for (int r = 0; r < 32; ++r) {
+    for (int k = 0; k < 4; ++k) bytes[4 * r + k] = row[k][at + r / 4 % 2 * 16 + r / 8 * 4 + r % 4];
+  }
+}

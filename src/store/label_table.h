@@ -1,0 +1,54 @@
+// SPDX-License-Identifier: MIT
+// Labels of one KV head: codes of chosen channels and their scales, laid out for
+// Backend::ScanLabels. Not thread-safe: callers work on different tables at a time.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "fathom/backend.h"
+#include "memory/aligned_buffer.h"
+#include "store/codec_fit.h"
+
+namespace fathom {
+
+struct LabelShape {
+  LabelLayout layout = LabelLayout::kTokens;
+  std::int32_t planes = 4;  // bits of a code, 1 .. 4; kChannels: 3 or 4
+  std::int32_t n_channels = 0;
+};
+
+class LabelTable {
+ public:
+  static constexpr std::int32_t kSegmentBlocks = 64;  // capacity of a segment
+
+  LabelTable() = default;
+  explicit LabelTable(LabelShape shape) : shape_(shape) {}
+
+  const LabelShape& shape() const { return shape_; }
+  std::int64_t n_blocks() const { return n_blocks_; }
+  std::span<const LabelView> segments() const { return views_; }
+
+  // Appends a block. codes: [n_channels][64], below 2^planes; scales: [n_channels], see
+  // LabelScanArgs. Throws Error(kNoMemory).
+  void Append(const std::uint8_t* codes, const Half* scales);
+  // Appends blocks up to n_blocks - 1 of the keys with the codes and scales of the paper codec, of
+  // which codes keep the first `planes` planes. channels: [n_channels] of the basis.
+  void AppendKeys(BlockReader& reader, std::int32_t head_dim,
+                  std::span<const std::int32_t> channels, std::int64_t n_blocks,
+                  const Backend& backend);
+  // Requires n_blocks <= n_blocks().
+  void Truncate(std::int64_t n_blocks);
+
+ private:
+  void AddSegment();
+  std::size_t ScaleBytes() const;  // of a segment, whole cache lines
+
+  LabelShape shape_;
+  std::int64_t n_blocks_ = 0;
+  std::vector<AlignedBuffer> segments_;  // scales, then codes
+  std::vector<LabelView> views_;
+};
+
+}  // namespace fathom
