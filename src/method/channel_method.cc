@@ -161,8 +161,8 @@ double ChannelMethod::ScoreLayer(std::int32_t layer, std::int64_t /*n_tokens*/,
                       out.scores + h * group * out.stride,
                       out.stride};
   });
-  context_.backend->ScanLabels({layout_, stored_.planes, geometry().group(),
-                                LabelTable::kSegmentBlocks, scan_});
+  context_.backend->ScanLabels(
+      {layout_, stored_.planes, geometry().group(), LabelTable::kSegmentBlocks, scan_});
   double bits = 0;
   for (const ChannelRead& read : reads_) {
     bits += LabelReadBits({static_cast<std::int32_t>(read.channels.size()), stored_.planes});

@@ -108,8 +108,8 @@ class FfdMethod final : public TableMethod {
                   out.scores + static_cast<std::int64_t>(h) * group * out.stride,
                   out.stride};
     }
-    context_.backend->ScanLabels({LabelLayout::kTokens, kFfdBits, geometry().group(),
-                                  LabelTable::kSegmentBlocks, scan_});
+    context_.backend->ScanLabels(
+        {LabelLayout::kTokens, kFfdBits, geometry().group(), LabelTable::kSegmentBlocks, scan_});
     ParallelFor(geometry().n_kv_heads, context_.backend->n_threads(),
                 [&](std::int64_t h) { RankBlocks(Size(h), n_index); });
     return (2.0 + 32.0 / kFfdBlock) * static_cast<double>(dim) * geometry().n_kv_heads;

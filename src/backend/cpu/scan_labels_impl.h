@@ -7,7 +7,7 @@
 // once per group. With kTokens a vector of codes holds as many tokens as it has lanes, and its
 // bytes the quads of one unit, which shifts bring down one after the other. With kChannels the rows
 // of four channels are interleaved into the same shape, a quad of 32 tokens in the low halves and
-// of 32 others in the high ones, in a buffer that stays in the first cache. Sums are integers, so
+// of 32 others in the high ones, in a buffer of kLabelScratchBytes. Sums are integers, so
 // neither order nor instruction set shows. Bound by memory where bytes are multiplied and added in
 // one instruction; else by those: per block and head, 64 C / kLanes / 4 of each.
 
