@@ -105,9 +105,10 @@ TEST_F(SessionTest, SetMethodIndexesTheSameRows) {
   session.Decode(novel[1999]);
   EXPECT_GT(session.method().MemoryBytes(), 0);
   EXPECT_THROW(session.SetMethod("fathom:k=3"), Error);
-  EXPECT_EQ(session.method().spec(),
-            "fathom:preset=own,bits=28,budgets=flat,store=mean,meanbits=4,weights=lsq,"
-            "range=measured,plan=common,basis=raw,k=128,min=1024,dense=0,residual=block,values=all");
+  EXPECT_EQ(
+      session.method().spec(),
+      "fathom:preset=own,bits=28,budgets=flat,store=mean,meanbits=4,weights=lsq,"
+      "range=measured,plan=common,basis=raw,k=128,min=1024,dense=0,residual=block,values=all");
 }
 
 TEST_F(SessionTest, SparseWithAllTokensEqualsDense) {
