@@ -110,6 +110,27 @@ class BackendScan : public BackendTest {
     return {out.span().begin(), out.span().end()};
   }
 
+  // U of every token and base of every block, one head behind the other.
+  static std::vector<std::int32_t> RunIntegers(const Backend& backend, const IndexCase& c,
+                                               std::span<const ScanHead> heads, std::int32_t group,
+                                               std::int64_t stride) {
+    const std::int64_t n = static_cast<std::int64_t>(heads.size()) * group;
+    const std::int64_t base_stride = stride / kBlockTokens + 1;
+    OffsetBuffer<std::uint8_t> sums(static_cast<std::size_t>(n * stride), 9);
+    OffsetBuffer<std::int32_t> base(static_cast<std::size_t>(n * base_stride), -7);
+    std::vector<ScanHead> placed(heads.begin(), heads.end());
+    for (std::size_t h = 0; h < placed.size(); ++h) {
+      placed[h].sums = sums.data() + static_cast<std::int64_t>(h) * group * stride;
+      placed[h].stride = stride;
+      placed[h].base = base.data() + static_cast<std::int64_t>(h) * group * base_stride;
+      placed[h].base_stride = base_stride;
+    }
+    backend.Scan({c.codec, c.head_dim, group, c.segment_blocks, c.mean_bits, placed});
+    std::vector<std::int32_t> all(sums.span().begin(), sums.span().end());
+    all.insert(all.end(), base.span().begin(), base.span().end());
+    return all;
+  }
+
   // Two KV heads; every other segment reads by a table of its own.
   void CheckMean(IndexCase c, std::int32_t group, double read, int most_level) {
     c.codec = Codec::kMean;
@@ -135,6 +156,9 @@ class BackendScan : public BackendTest {
     const auto expected = Run(ref(), c, heads, group, stride);
     const auto actual = Run(backend(), c, heads, group, stride);
     ASSERT_EQ(Bits(actual), Bits(expected)) << "dim " << c.head_dim << " group " << group;
+    ASSERT_EQ(RunIntegers(backend(), c, heads, group, stride),
+              RunIntegers(ref(), c, heads, group, stride))
+        << "integers, dim " << c.head_dim << " group " << group;
   }
 
   void CheckPaper(IndexCase c, std::int32_t group) {

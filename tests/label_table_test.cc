@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: MIT
 // Labels: where codes lie, and that they are those of the paper codec's planes.
-#include "store/label_table.h"
 
 #include <gtest/gtest.h>
 
 #include <numeric>
 #include <set>
 
+#include "fathom/label_table.h"
 #include "fathom/store.h"
 #include "store/layout.h"
 #include "support/compare.h"
@@ -101,8 +101,7 @@ TEST(LabelTable, KeepsThePlanesOfThePaperCodec) {
   for (const LabelShape& shape : Shapes()) {
     const std::vector<std::int32_t> channels = EveryOther(shape.n_channels);
     LabelTable table(shape);
-    BlockReader reader(keys.rows.data(), keys.basis);
-    table.AppendKeys(reader, kDim, channels, 66, *keys.backend);
+    table.AppendRows(keys.rows.data(), keys.basis, channels, 66, *keys.backend);
     ASSERT_EQ(table.segments().size(), 2U);
     EXPECT_EQ(table.segments()[1].n_blocks, 2);
     for (const std::int64_t cut : {65, 64, 63, 0}) {
@@ -110,7 +109,7 @@ TEST(LabelTable, KeepsThePlanesOfThePaperCodec) {
       EXPECT_EQ(table.n_blocks(), cut);
       EXPECT_EQ(static_cast<std::int64_t>(table.segments().size()), (cut + 63) / 64);
     }
-    table.AppendKeys(reader, kDim, channels, kBlocks, *keys.backend);
+    table.AppendRows(keys.rows.data(), keys.basis, channels, kBlocks, *keys.backend);
     ASSERT_EQ(table.n_blocks(), kBlocks);
     ExpectPlanes(table, channels, index);
   }
@@ -145,8 +144,7 @@ TEST(LabelTable, ScansAsThePlanesDo) {
     const ScanHead head = {index.segments(), {}, q.data(), depth.data(), expected.data(), n};
     keys.backend->Scan({Codec::kPaper, kDim, 2, 64, 4, {&head, 1}});
     LabelTable table({LabelLayout::kTokens, planes, kDim});
-    BlockReader reader(keys.rows.data(), keys.basis);
-    table.AppendKeys(reader, kDim, EveryOther(kDim), kBlocks, *keys.backend);
+    table.AppendRows(keys.rows.data(), keys.basis, EveryOther(kDim), kBlocks, *keys.backend);
     const LabelScanHead labels = {table.segments(), kDim, nullptr, q.data(), actual.data(), n};
     keys.backend->ScanLabels({LabelLayout::kTokens, planes, 2, 64, {&labels, 1}});
     EXPECT_TRUE(test::Near(actual, expected, 0.02)) << planes;

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <new>
 #include <numeric>
 
 #include "fathom/plan.h"
@@ -31,28 +30,24 @@ IndexCopies::IndexCopies(const IndexShape& shape, const RowStore& rows, std::int
   }
   views_.resize(static_cast<std::size_t>(n_layers));
   for (auto& layer : views_) {
-    for (const HeadIndex& head : heads_) {
-      auto& views = layer.emplace_back();
-      views.reserve(head.segments().size());
-      for (const SegmentView& segment : head.segments()) views.push_back(Copy(segment));
-    }
+    for (const HeadIndex& head : heads_) layer.push_back(Copy(head.segments()));
   }
 }
 
-SegmentView IndexCopies::Copy(const SegmentView& segment) {
+std::vector<SegmentView> IndexCopies::Copy(std::span<const SegmentView> segments) {
   const auto bytes = static_cast<std::size_t>(shape().SegmentBytes());
   const std::size_t planes = PlaneBytes(shape());
-  const std::size_t side = (planes + kLine - 1) / kLine * kLine;
-  const std::size_t all = (side + bytes - planes + kLine - 1) / kLine * kLine;
-  memory_.emplace_back(static_cast<std::byte*>(std::aligned_alloc(kLine, all)));
-  std::byte* data = memory_.back().get();
-  if (data == nullptr) throw std::bad_alloc();
-  std::memcpy(data, segment.planes, planes);
-  std::memcpy(data + side, segment.side, bytes - planes);
-  SegmentView copy = segment;
-  copy.planes = reinterpret_cast<const std::uint64_t*>(data);
-  copy.side = reinterpret_cast<const std::uint8_t*>(data + side);
-  return copy;
+  const std::size_t all = (bytes + kLine - 1) / kLine * kLine;
+  std::byte* data = memory_.emplace_back(all * segments.size()).data();
+  std::vector<SegmentView> copies(segments.begin(), segments.end());
+  for (SegmentView& copy : copies) {
+    std::memcpy(data, copy.planes, planes);
+    std::memcpy(data + planes, copy.side, bytes - planes);
+    copy.planes = reinterpret_cast<const std::uint64_t*>(data);
+    copy.side = reinterpret_cast<const std::uint8_t*>(data + planes);
+    data += all;
+  }
+  return copies;
 }
 
 LayerRead PlanMeanRead(const IndexCopies& index, std::int32_t group, const float* q, double bits) {
@@ -94,7 +89,7 @@ LayerRead PlanPaperRead(const IndexCopies& index, std::int32_t group, const floa
 }
 
 void ScanLayer(const Backend& backend, const IndexCopies& index, std::int64_t layer,
-               std::int32_t group, const LayerRead& read, float* scores) {
+               std::int32_t group, const LayerRead& read, const ScanOutput& out) {
   const IndexShape& shape = index.shape();
   const std::int64_t n_tokens = index.head(0).n_tokens();
   std::vector<ScanHead> heads(index.n_kv_heads());
@@ -107,10 +102,42 @@ void ScanLayer(const Backend& backend, const IndexCopies& index, std::int64_t la
       heads[h].q = read.q + first * static_cast<std::size_t>(shape.head_dim);
       heads[h].depth = read.depth[h].data();
     }
-    heads[h].scores = scores + first * static_cast<std::size_t>(n_tokens);
     heads[h].stride = n_tokens;
+    if (out.scores != nullptr) {
+      heads[h].scores = out.scores + first * static_cast<std::size_t>(n_tokens);
+      continue;
+    }
+    heads[h].sums = out.sums + first * static_cast<std::size_t>(n_tokens);
+    heads[h].base_stride = n_tokens / kBlockTokens;
+    heads[h].base = out.base + first * static_cast<std::size_t>(heads[h].base_stride);
   }
   backend.Scan({shape.codec, shape.head_dim, group, shape.segment_blocks, shape.mean_bits, heads});
+}
+
+void Selected::Resize(const HeadGeometry& heads, std::int64_t n_tokens, std::int64_t keep) {
+  const std::int64_t most =
+      kAlwaysKept + std::min(heads.group() * keep, n_tokens - std::int64_t{kAlwaysKept});
+  n_attended.resize(static_cast<std::size_t>(heads.n_kv_heads));
+  tokens.resize(n_attended.size() * static_cast<std::size_t>(most));
+  mask.resize(tokens.size());
+}
+
+void RankLayer(const Backend& backend, const IndexCopies& index, std::int64_t layer,
+               std::int32_t group, std::int64_t keep, const LayerRead& read, Selected* out) {
+  const IndexShape& shape = index.shape();
+  const std::int64_t n_tokens = index.head(0).n_tokens();
+  const auto n_kv_heads = static_cast<std::int32_t>(index.n_kv_heads());
+  out->Resize({n_kv_heads * group, n_kv_heads, shape.head_dim}, n_tokens, keep);
+  std::vector<RankHead> heads(index.n_kv_heads());
+  for (std::size_t h = 0; h < heads.size(); ++h) {
+    heads[h].segments = index.segments(layer, h);
+    heads[h].tables = read.tables[h];
+    heads[h].tokens = out->tokens.data() + h * out->capacity();
+    heads[h].mask = out->mask.data() + h * out->capacity();
+    heads[h].n_attended = &out->n_attended[h];
+  }
+  backend.Rank({shape.head_dim, group, shape.segment_blocks, shape.mean_bits, kSinks,
+                n_tokens - kWindow, n_tokens, keep, 0, heads});
 }
 
 }  // namespace fathom::cli

@@ -4,11 +4,10 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
-#include <memory>
 #include <span>
 #include <vector>
 
+#include "bench_machine.h"
 #include "fathom/backend.h"
 #include "fathom/scan_table.h"
 #include "fathom/store.h"
@@ -16,7 +15,7 @@
 namespace fathom::cli {
 
 // The index of the KV heads of a layer, built once, and physical copies of it: layers that hold the
-// same bits. Copies are allocated as indexes are, segment by segment, so that pages cost the same.
+// same bits. The copy of a head lies in one piece of huge pages, as an index that was built does.
 class IndexCopies {
  public:
   // bases: [n_kv_heads]. n_tokens: whole blocks of layer 0 of rows.
@@ -32,14 +31,11 @@ class IndexCopies {
   }
 
  private:
-  struct Free {
-    void operator()(std::byte* p) const { std::free(p); }
-  };
-  SegmentView Copy(const SegmentView& segment);
+  std::vector<SegmentView> Copy(std::span<const SegmentView> segments);
 
   std::vector<HeadIndex> heads_;                              // [n_kv_heads]
   std::vector<std::vector<std::vector<SegmentView>>> views_;  // [n_layers][n_kv_heads]
-  std::vector<std::unique_ptr<std::byte, Free>> memory_;
+  std::vector<PageBuffer> memory_;
 };
 
 // What one query position reads of all KV heads of a layer.
@@ -59,8 +55,28 @@ LayerRead PlanMeanRead(const IndexCopies& index, std::int32_t group, const float
 LayerRead PlanPaperRead(const IndexCopies& index, std::int32_t group, const float* q,
                         std::span<const double> variance, double budget);
 
-// scores: [n_heads][n_tokens].
+// What a scan writes: scores, or, where that is null, the integers that they are made of.
+struct ScanOutput {
+  float* scores = nullptr;       // [n_heads][n_tokens]
+  std::uint8_t* sums = nullptr;  // [n_heads][n_tokens]
+  std::int32_t* base = nullptr;  // [n_heads][n_tokens / 64]
+};
+
 void ScanLayer(const Backend& backend, const IndexCopies& index, std::int64_t layer,
-               std::int32_t group, const LayerRead& read, float* scores);
+               std::int32_t group, const LayerRead& read, const ScanOutput& out);
+
+// Room for what is selected of a layer.
+struct Selected {
+  std::vector<std::int32_t> tokens;  // [n_kv_heads][capacity()]
+  std::vector<std::uint16_t> mask;   // the same
+  std::vector<std::int64_t> n_attended;
+
+  void Resize(const HeadGeometry& heads, std::int64_t n_tokens, std::int64_t keep);
+  std::size_t capacity() const { return tokens.size() / n_attended.size(); }
+};
+
+// Scan and selection in one: `keep` winners of every query head. Requires the mean codec.
+void RankLayer(const Backend& backend, const IndexCopies& index, std::int64_t layer,
+               std::int32_t group, std::int64_t keep, const LayerRead& read, Selected* out);
 
 }  // namespace fathom::cli

@@ -13,6 +13,7 @@
 #include "bench_data.h"
 #include "bench_index.h"
 #include "bench_kit.h"
+#include "bench_labels.h"
 #include "common.h"
 
 namespace fathom::cli {
@@ -26,6 +27,7 @@ struct ScanOptions {
   BenchRequest request;
   std::vector<double> bits = {28};
   double budget = 48;
+  std::int64_t k = 512;
 };
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
@@ -36,7 +38,8 @@ struct Reader {
   std::string name;
   std::function<void(const Backend& backend, std::int64_t layer, std::int64_t set)> run;
   std::int64_t n_layers = 1;
-  double read_bits = 0;  // per token and KV head
+  double read_bits = 0;         // per token and KV head
+  std::string instruction_set;  // other than that of the request
   nlohmann::json more = nlohmann::json::object();
 };
 
@@ -54,16 +57,19 @@ class Scans {
     AddMean();
     AddPaper();
     AddLandmark();
+    AddLabels();
   }
   Scans(const Scans&) = delete;
   Scans& operator=(const Scans&) = delete;
 
   void Measure(int threads, BenchReport* report) const {
-    const auto backend = MakeBackend(options_.request.backend, threads);
     std::vector<Contender> contenders;
     contenders.reserve(readers_.size());
     for (const Reader& reader : readers_) {
-      contenders.push_back({reader.name, [&](std::int64_t call) {
+      const std::string& name = reader.instruction_set;
+      const std::shared_ptr backend =
+          MakeBackend(name.empty() ? options_.request.backend : name, threads);
+      contenders.push_back({reader.name, [&reader, backend](std::int64_t call) {
                               const CallInputs in = InputsOf(call, reader.n_layers, kSets);
                               reader.run(*backend, in.layer, in.set);
                             }});
@@ -155,25 +161,37 @@ class Scans {
     readers_.push_back(std::move(reader));
   }
 
+  using Plan = std::function<LayerRead(const float* q)>;
+  using Run = std::function<void(const Backend&, std::int64_t layer, const LayerRead&)>;
+
   // A reader of planes; plan: what a query reads.
-  void AddPlanes(const std::string& name, const IndexCopies& index,
-                 const std::function<LayerRead(const float* q)>& plan) {
+  static Reader PlanesReader(const std::string& name, const IndexCopies& index,
+                             const std::vector<std::vector<float>>& queries, const Plan& plan,
+                             const Run& run) {
     auto reads = std::make_shared<std::vector<LayerRead>>();
     Reader reader;
     reader.name = name;
     reader.n_layers = index.n_layers();
     double planes = 0;
-    for (std::int64_t set = 0; set < kSets; ++set) {
-      reads->push_back(plan(query(set)));
+    for (const std::vector<float>& q : queries) {
+      reads->push_back(plan(q.data()));
       reader.read_bits += reads->back().read_bits / kSets;
       planes += reads->back().planes / kSets;
     }
-    reader.run = [this, reads, &index](const Backend& backend, std::int64_t layer,
-                                       std::int64_t set) {
-      ScanLayer(backend, index, layer, shape_.heads.group(), (*reads)[Size(set)], scores_.data());
+    reader.run = [reads, run](const Backend& backend, std::int64_t layer, std::int64_t set) {
+      run(backend, layer, (*reads)[Size(set)]);
     };
-    reader.run(*backend_, 0, 0);
     reader.more["planes"] = planes;
+    return reader;
+  }
+
+  void AddPlanes(const std::string& name, const IndexCopies& index, const Plan& plan) {
+    Reader reader = PlanesReader(
+        name, index, queries_, plan,
+        [this, &index](const Backend& backend, std::int64_t layer, const LayerRead& read) {
+          ScanLayer(backend, index, layer, shape_.heads.group(), read, {.scores = scores_.data()});
+        });
+    reader.run(*backend_, 0, 0);
     reader.more["correlation"] = Correlation();
     readers_.push_back(std::move(reader));
   }
@@ -200,9 +218,99 @@ class Scans {
   void AddMean() {
     mean_ = MakeIndex(Codec::kMean, true, *std::ranges::min_element(options_.bits));
     for (const double bits : options_.bits) {
-      AddPlanes("fathom, bits=" + Plain(bits), *mean_, [&](const float* q) {
+      const auto plan = [&](const float* q) {
         return PlanMeanRead(*mean_, shape_.heads.group(), q, bits);
-      });
+      };
+      AddPlanes("fathom, bits=" + Plain(bits), *mean_, plan);
+      AddFused("fathom, bits=" + Plain(bits), plan, "");
+      if (const std::string set = MaskedSet(); !set.empty()) {
+        AddFused("masked adds, bits=" + Plain(bits), plan, set);
+      }
+    }
+  }
+
+  // The kernels of the first version in the instruction set of the request's, empty if none.
+  std::string MaskedSet() const {
+    const std::string_view name = backend_->name();
+    const std::string width = name == "cpu/avx2" ? "cpu/avx2" : "cpu/avx512";
+    for (const BackendInfo& info : ListBackends()) {
+      const bool wanted = info.name == width + "-masked" && info.name != name;
+      if (wanted && info.available && name.starts_with("cpu/a")) return info.name;
+    }
+    return {};
+  }
+
+  // What a decode step does: the scan leaves integers for the selection that is fused with it.
+  void AddFused(const std::string& name, const Plan& plan, const std::string& instruction_set) {
+    sums_.resize(scores_.size());
+    base_.resize(scores_.size() / kBlockTokens);
+    const auto add = [&](const std::string& what, const Run& run) {
+      readers_.push_back(PlanesReader(name + what, *mean_, queries_, plan, run));
+      readers_.back().instruction_set = instruction_set;
+    };
+    add(", integers", [this](const Backend& backend, std::int64_t layer, const LayerRead& read) {
+      ScanLayer(backend, *mean_, layer, shape_.heads.group(), read,
+                {.sums = sums_.data(), .base = base_.data()});
+    });
+    if (keep() <= 0) return;
+    add(Best(), [this](const Backend& backend, std::int64_t layer, const LayerRead& read) {
+      RankLayer(backend, *mean_, layer, shape_.heads.group(), keep(), read, &selected_);
+    });
+  }
+
+  std::string Best() const { return ", best " + Grouped(options_.k); }
+  // Winners per query head.
+  std::int64_t keep() const {
+    return std::min(options_.k - kAlwaysKept, shape_.n_tokens - kAlwaysKept);
+  }
+
+  // The best k of the scores.
+  void Select(const Backend& backend) {
+    const HeadGeometry& heads = shape_.heads;
+    const auto group = Size(heads.group());
+    winners_.resize(Size(heads.n_heads * keep()));
+    selected_.Resize(heads, shape_.n_tokens, keep());
+    const std::size_t capacity = selected_.capacity();
+    std::vector<SelectHead> select;
+    select.reserve(Size(heads.n_kv_heads));
+    for (std::size_t h = 0; h < Size(heads.n_kv_heads); ++h) {
+      select.push_back({scores_.data() + h * group * Size(shape_.n_tokens), shape_.n_tokens,
+                        winners_.data() + h * group * Size(keep()),
+                        selected_.tokens.data() + h * capacity,
+                        selected_.mask.data() + h * capacity, &selected_.n_attended[h]});
+    }
+    backend.Select(
+        {heads.group(), kSinks, shape_.n_tokens - kWindow, shape_.n_tokens, keep(), select});
+  }
+
+  void AddLabels() {
+    const std::vector<double> variance = synthetic_.KeyVariance();
+    for (const LabelScan& scan : LabelScans(shape_.heads.head_dim)) {
+      const std::int64_t n_layers = Layers(scan.ReadBits(), scan.HeldBits());
+      std::fprintf(stderr, "  making %s layers of %s\n", Grouped(n_layers).c_str(),
+                   scan.name.c_str());
+      labels_.push_back(std::make_unique<LabelCopies>(scan, *rows_, shape_.n_tokens, variance,
+                                                      n_layers, *backend_));
+      const LabelCopies& tables = *labels_.back();
+      Reader reader;
+      reader.name = scan.name;
+      reader.n_layers = n_layers;
+      reader.read_bits = scan.ReadBits();
+      reader.run = [this, &tables](const Backend& backend, std::int64_t layer, std::int64_t set) {
+        tables.Scan(backend, layer, shape_.heads.group(), query(set), scores_.data());
+      };
+      reader.run(*backend_, 0, 0);
+      reader.more["correlation"] = Correlation();
+      readers_.push_back(reader);
+      if (keep() <= 0) continue;
+      reader.name += Best();
+      reader.more.clear();
+      reader.run = [this, scan = reader.run](const Backend& backend, std::int64_t layer,
+                                             std::int64_t set) {
+        scan(backend, layer, set);
+        Select(backend);
+      };
+      readers_.push_back(std::move(reader));
     }
   }
 
@@ -266,16 +374,22 @@ class Scans {
   std::vector<std::vector<float>> queries_;  // [kSets] of [n_heads][D]
   std::vector<float> scores_;                // [n_heads][n_tokens], as layers share them
   std::vector<float> exact_;                 // [n_tokens] of the first query head and query
+  std::vector<std::uint8_t> sums_;           // [n_heads][n_tokens]
+  std::vector<std::int32_t> base_;           // [n_heads][n_tokens / 64]
+  std::vector<std::int32_t> winners_;        // [n_heads][keep]
+  Selected selected_;
   std::unique_ptr<RowStore> rows_;
   std::unique_ptr<IndexCopies> mean_, paper_;
+  std::vector<std::unique_ptr<LabelCopies>> labels_;
   std::vector<PageBuffer> landmarks_;  // [n_layers] of [n_kv_heads][n_tokens / 8][D]
   std::vector<Reader> readers_;
 };
 
 constexpr const char* kNote =
     "scores of one layer's tokens for all query heads; read bits per token and KV head, of which "
-    "GB/s "
-    "is the rate;\nMkeys/s: millions of tokens times KV heads; ratio to exact scores";
+    "GB/s is the rate;\nbest k: the scan leaves the best k tokens of every query head, as in a "
+    "decode step, and no scores; Mkeys/s: millions of tokens times KV heads;\nratio to exact "
+    "scores";
 
 int BenchScan(const ScanOptions& options) {
   return RunBench("scan", options.request,
@@ -303,6 +417,7 @@ void AddBenchScan(CLI::App& bench, int* exit_code) {
   scan->add_option("--budget", options->budget, "code bits per token of the published read")
       ->capture_default_str()
       ->check(InRange(1, kMaxHeadDim * kPlanes));
+  AddKOption(*scan, &options->k);
   scan->callback([options, exit_code] { *exit_code = BenchScan(*options); });
 }
 

@@ -90,6 +90,11 @@ struct ScanHead {
   const std::uint8_t* depth = nullptr;  // [D] planes read of each channel, 0..4 (paper codec)
   float* scores = nullptr;  // [group][stride] out, written for every token of the segments in order
   std::int64_t stride = 0;
+  // Out where scores is null (mean codec): the integers that they are made of, a fifth of the bytes
+  // and exact. For those who select by themselves.
+  std::uint8_t* sums = nullptr;  // [group][stride]: U of every token
+  std::int32_t* base = nullptr;  // [group][base_stride]: of every block
+  std::int64_t base_stride = 0;
 };
 
 // Paper codec: score_h(i) = sum_j q_hj a_j(block) * sum_{p < t_j} sigma_p 2^-(p+1), channels in

@@ -7,6 +7,7 @@
 #include "fathom/calibration.h"
 #include "fathom/capture.h"
 #include "fathom/error.h"
+#include "fathom/label_table.h"
 #include "fathom/machine.h"
 #include "fathom/method.h"
 #include "fathom/model.h"

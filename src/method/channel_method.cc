@@ -117,8 +117,8 @@ void ChannelMethod::ExtendHead(std::int32_t layer, std::int32_t kv_head, std::in
                                std::int64_t n_blocks) {
   Head& head = heads_[Slot(layer, kv_head)];
   head.table.Truncate(first);
-  BlockReader reader(context_.rows->rows(layer, kv_head), head.stats.basis);
-  head.table.AppendKeys(reader, geometry().head_dim, head.channels, n_blocks, *context_.backend);
+  head.table.AppendRows(context_.rows->rows(layer, kv_head), head.stats.basis, head.channels,
+                        n_blocks, *context_.backend);
 }
 
 void ChannelMethod::CutHead(std::int32_t layer, std::int32_t kv_head, std::int64_t n_blocks) {

@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "fathom/calibration.h"
+#include "fathom/label_table.h"
 #include "method/table_method.h"
-#include "store/label_table.h"
 
 namespace fathom {
 

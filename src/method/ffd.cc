@@ -29,10 +29,10 @@
 
 #include "base/half.h"
 #include "base/parallel.h"
+#include "fathom/label_table.h"
 #include "method/head_stats.h"
 #include "method/table_method.h"
 #include "store/codec_fit.h"
-#include "store/label_table.h"
 
 namespace fathom {
 namespace {

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: MIT
-#include "store/label_table.h"
+#include "fathom/label_table.h"
 
 #include <algorithm>
 #include <array>
 #include <cassert>
 #include <utility>
 
+#include "memory/aligned_buffer.h"
+#include "store/codec_fit.h"
 #include "store/layout.h"
 
 namespace fathom {
@@ -31,6 +33,15 @@ TokenPlaces Places(const LabelShape& shape) {
 
 }  // namespace
 
+struct LabelTable::Segment {
+  AlignedBuffer bytes;  // scales, then codes
+};
+
+LabelTable::LabelTable(LabelShape shape) : shape_(shape) {}
+LabelTable::~LabelTable() = default;
+LabelTable::LabelTable(LabelTable&&) noexcept = default;
+LabelTable& LabelTable::operator=(LabelTable&&) noexcept = default;
+
 std::size_t LabelTable::ScaleBytes() const {
   return Size(shape_.n_channels) * kSegmentBlocks * sizeof(Half);
 }
@@ -41,14 +52,14 @@ void LabelTable::AddSegment() {
                       width * layout::LabelBlockBytes(shape_.planes) * kSegmentBlocks);
   views_.reserve(views_.size() + 1);  // the two lists cannot come apart when memory runs out
   const LabelView view = {bytes.as<std::uint8_t>(ScaleBytes()), bytes.as<Half>(), 0};
-  segments_.push_back(std::move(bytes));
+  segments_.push_back({std::move(bytes)});
   views_.push_back(view);
 }
 
 void LabelTable::Append(const std::uint8_t* codes, const Half* scales) {
   if (n_blocks_ % kSegmentBlocks == 0) AddSegment();
-  auto* segment = segments_.back().as<std::uint8_t>(ScaleBytes());
-  auto* segment_scales = segments_.back().as<Half>();
+  auto* segment = segments_.back().bytes.as<std::uint8_t>(ScaleBytes());
+  auto* segment_scales = segments_.back().bytes.as<Half>();
   const int block = views_.back().n_blocks;
   const int width = layout::LabelWidth(shape_.layout, shape_.planes, shape_.n_channels);
   const int mask = (1 << layout::LabelBits(shape_.planes)) - 1;
@@ -68,10 +79,11 @@ void LabelTable::Append(const std::uint8_t* codes, const Half* scales) {
   ++n_blocks_;
 }
 
-void LabelTable::AppendKeys(BlockReader& reader, std::int32_t head_dim,
+void LabelTable::AppendRows(const Half* rows, const Basis& basis,
                             std::span<const std::int32_t> channels, std::int64_t n_blocks,
                             const Backend& backend) {
   assert(channels.size() == Size(shape_.n_channels));
+  BlockReader reader(rows, basis);
   constexpr int kPackBlocks = 2;  // segments of Pack are even
   const std::int32_t width = (shape_.n_channels + kPackVector - 1) / kPackVector * kPackVector;
   std::vector<float> x(Size(kBlockTokens) * Size(width));
@@ -82,7 +94,7 @@ void LabelTable::AppendKeys(BlockReader& reader, std::int32_t head_dim,
     const float* keys = reader.Load(n_blocks_);
     for (std::int64_t i = 0; i < kBlockTokens; ++i) {
       for (std::size_t c = 0; c < channels.size(); ++c) {
-        x[Size(i * width) + c] = keys[i * head_dim + channels[c]];
+        x[Size(i * width) + c] = keys[i * basis.dim + channels[c]];
       }
     }
     backend.Pack({.codec = Codec::kPaper,

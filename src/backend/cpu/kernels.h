@@ -54,6 +54,8 @@ struct ScanSumsArgs {
   const void* plan;  // of scan_plan
   const std::uint64_t* planes;
   const std::uint64_t* prefetch;  // planes of the segment that will be read next, or null
+  const std::uint8_t* side;       // [side_bytes] what scan_base will read after this, or null
+  std::int64_t side_bytes;
   std::int32_t segment_blocks;
   std::int32_t first;
   std::int32_t count;

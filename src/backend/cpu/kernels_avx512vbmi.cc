@@ -23,7 +23,15 @@ namespace {
 
 #include "backend/cpu/kernels_impl.h"
 
-constexpr KernelTable kTable = MakeTable("avx512vbmi", WidePlanBytes, MakeWidePlan, WideSums);
+#include "backend/cpu/scan_base_wide_impl.h"
+
+constexpr KernelTable WideTable() {
+  KernelTable table = MakeTable("avx512vbmi", WidePlanBytes, MakeWidePlan, WideSums);
+  table.scan_base = WideBase;
+  return table;
+}
+
+constexpr KernelTable kTable = WideTable();
 
 }  // namespace
 

@@ -19,6 +19,7 @@ class MeanScanner {
     std::int32_t group;
     std::int32_t segment_blocks;
     std::int32_t mean_bits;
+    std::int64_t side_bytes;  // means of a segment
   };
   // Where the results of block i and head h go: sums + h * stride + i * 64, base + h * base_stride
   // + i.
@@ -47,9 +48,12 @@ class MeanScanner {
   void Run(const ScanTable& table, const SegmentView& segment, const SegmentView* next,
            std::int32_t first, std::int32_t count, const Out& out) {
     Prepare(table);
+    const bool whole = count == shape_.segment_blocks;
     const ScanSumsArgs sums = {plan_,
                                segment.planes,
                                next == nullptr ? nullptr : next->planes,
+                               whole ? segment.side : nullptr,
+                               shape_.side_bytes,
                                shape_.segment_blocks,
                                first,
                                count,

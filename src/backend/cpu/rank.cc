@@ -24,6 +24,7 @@
 #include "backend/cpu/mean_scanner.h"
 #include "backend/cpu/score_key.h"
 #include "backend/cpu/scratch.h"
+#include "store/layout.h"
 
 namespace fathom {
 namespace {
@@ -98,7 +99,10 @@ class Ranker {
   }
 
   void ScanRange(int thread) {
-    cpu::MeanScanner scanner(kernels_, {a_.group, a_.segment_blocks, a_.mean_bits},
+    cpu::MeanScanner scanner(kernels_,
+                             {a_.group, a_.segment_blocks, a_.mean_bits,
+                              static_cast<std::int64_t>(layout::SideBytes(
+                                  Codec::kMean, a_.head_dim, a_.mean_bits, a_.segment_blocks))},
                              plans_ + Size(thread) * plan_bytes_);
     ForRange(thread, [&](std::int64_t kv, const Piece& p) {
       const RankHead& head = a_.heads[Size(kv)];

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
-// Scan and exact scores: every score is computed by itself, so tasks are any ranges of tokens.
+// Scan and exact scores: every score is computed by itself, so tasks are any ranges of tokens. A
+// thread scans neighbouring ones, each of which fetches the first words of the next.
 #include <omp.h>
 
 #include <algorithm>
@@ -8,6 +9,7 @@
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/mean_scanner.h"
 #include "backend/cpu/scratch.h"
+#include "store/layout.h"
 
 namespace fathom {
 namespace {
@@ -52,10 +54,20 @@ struct ChunkScratch {
 
 constexpr std::int64_t kChunkTokens = std::int64_t{cpu::kScanChunkBlocks} * kBlockTokens;
 
+// next: the task that this thread runs after it, or null.
 void RunMean(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task,
-             const ChunkScratch& scratch, cpu::MeanScanner* scanner, float* scores) {
-  const ScanTable& t = task.head->tables[static_cast<std::size_t>(task.segment->table)];
-  scanner->Run(t, *task.segment, nullptr, task.first, task.count,
+             const ScanTask* next, const ChunkScratch& scratch, cpu::MeanScanner* scanner) {
+  const ScanHead& head = *task.head;
+  const ScanTable& t = head.tables[static_cast<std::size_t>(task.segment->table)];
+  const SegmentView* soon = next != nullptr && next->first == 0 ? next->segment : nullptr;
+  const std::int64_t token = task.token + std::int64_t{task.first} * kBlockTokens;
+  if (head.scores == nullptr) {
+    scanner->Run(
+        t, *task.segment, soon, task.first, task.count,
+        {head.sums + token, head.stride, head.base + token / kBlockTokens, head.base_stride});
+    return;
+  }
+  scanner->Run(t, *task.segment, soon, task.first, task.count,
                {scratch.sums, kChunkTokens, scratch.base, cpu::kScanChunkBlocks});
   for (std::int32_t h = 0; h < a.group; ++h) {
     const cpu::ScanScoresArgs args = {scratch.sums + h * kChunkTokens,
@@ -63,18 +75,23 @@ void RunMean(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task,
                                       task.count,
                                       t.shift[static_cast<std::size_t>(h)],
                                       t.scale[static_cast<std::size_t>(h)],
-                                      scores + h * task.head->stride};
+                                      head.scores + token + h * head.stride};
     k.scan_scores(&args);
   }
 }
 
-void RunPaper(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task, float* scores) {
+void RunPaper(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task) {
   const cpu::ScanPaperArgs args = {
-      task.segment->planes, reinterpret_cast<const Half*>(task.segment->side),
-      a.segment_blocks,     task.first,
-      task.count,           a.group,
-      a.head_dim,           task.head->q,
-      task.head->depth,     scores,
+      task.segment->planes,
+      reinterpret_cast<const Half*>(task.segment->side),
+      a.segment_blocks,
+      task.first,
+      task.count,
+      a.group,
+      a.head_dim,
+      task.head->q,
+      task.head->depth,
+      task.head->scores + task.token + std::int64_t{task.first} * kBlockTokens,
       task.head->stride};
   k.scan_paper(&args);
 }
@@ -102,18 +119,20 @@ void CpuBackend::Scan(const ScanArgs& a) const {
   {
     std::byte* mine =
         scratch + task_bytes + static_cast<std::size_t>(omp_get_thread_num()) * mine_bytes;
-    cpu::MeanScanner scanner(*kernels_, {a.group, a.segment_blocks, a.mean_bits}, mine);
+    cpu::MeanScanner scanner(*kernels_,
+                             {a.group, a.segment_blocks, a.mean_bits,
+                              static_cast<std::int64_t>(layout::SideBytes(
+                                  Codec::kMean, a.head_dim, a.mean_bits, a.segment_blocks))},
+                             mine);
     const ChunkScratch chunk = {reinterpret_cast<std::uint8_t*>(mine + plan_bytes),
                                 reinterpret_cast<std::int32_t*>(mine + plan_bytes + sum_bytes)};
-#pragma omp for schedule(dynamic)
-    for (std::int64_t i = 0; i < n; ++i) {
-      const ScanTask& task = tasks[i];
-      float* scores =
-          task.head->scores + task.token + static_cast<std::int64_t>(task.first) * kBlockTokens;
+    const std::int64_t begin = n * omp_get_thread_num() / team;
+    const std::int64_t end = n * (omp_get_thread_num() + 1) / team;
+    for (std::int64_t i = begin; i < end; ++i) {
       if (a.codec == Codec::kMean) {
-        RunMean(*kernels_, a, task, chunk, &scanner, scores);
+        RunMean(*kernels_, a, tasks[i], i + 1 < end ? &tasks[i + 1] : nullptr, chunk, &scanner);
       } else {
-        RunPaper(*kernels_, a, task, scores);
+        RunPaper(*kernels_, a, tasks[i]);
       }
     }
   }

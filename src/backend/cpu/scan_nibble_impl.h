@@ -193,8 +193,9 @@ FATHOM_INLINE void SumHeads(const ScanSumsArgs& a, const NibblePlan& plan, const
 void SumBlocks(const ScanSumsArgs& a, const NibblePlan& plan, int block, int n) {
   Bytes index[kMaxGroups * kIndexVectors];
   const auto* words = reinterpret_cast<const unsigned char*>(a.planes + a.first + block);
-  // A cache line holds eight blocks.
-  const unsigned char* ahead = block % 8 == 0 ? WordsAhead(a, block) : nullptr;
+  const bool new_line = block % kLineBlocks == 0;
+  const unsigned char* ahead = new_line ? WordsAhead(a, block) : nullptr;
+  if (new_line) FetchSide(a, block);
   const std::int64_t* offset = plan.offsets();
   for (int g = 0; g < plan.n_groups; ++g, offset += kGroupPlanes) {
     Transpose4(words, offset, n, index + g * kIndexVectors);

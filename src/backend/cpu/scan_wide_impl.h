@@ -183,6 +183,7 @@ void SumWideBlocks(const ScanSumsArgs& a, const WidePlan& plan, int block, int n
   Bytes index[kMaxGroups * kWideBlocks];
   const auto* words = reinterpret_cast<const unsigned char*>(a.planes + a.first + block);
   const unsigned char* ahead = WordsAhead(a, block);
+  FetchSide(a, block);
   const std::int64_t* offset = plan.offsets(a.group);
   for (int g = 0; g < plan.n_groups; ++g, offset += kWidePlanes) {
     WideIndices(words, offset, n, index + g * kWideBlocks);

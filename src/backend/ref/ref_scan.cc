@@ -32,8 +32,8 @@ int Average(std::array<int, 8> part, int n) {
   return part[0];
 }
 
-float MeanScore(const ScanArgs& a, const SegmentView& s, const ScanTable& t, int h, int block,
-                int token) {
+int MeanSum(const ScanArgs& a, const SegmentView& s, const ScanTable& t, int h, int block,
+            int token) {
   std::array<int, 8> part{};
   std::size_t p = 0;
   for (int r = 0; r < t.n_parts; ++r) {
@@ -44,12 +44,24 @@ float MeanScore(const ScanArgs& a, const SegmentView& s, const ScanTable& t, int
     }
     assert(part[r] >= 0 && part[r] <= 255);
   }
-  std::int64_t total = t.constant[h];
+  return Average(part, t.n_parts);
+}
+
+std::int64_t MeanBase(const ScanArgs& a, const SegmentView& s, const ScanTable& t, int h,
+                      int block) {
+  std::int64_t base = t.constant[h];
   for (std::size_t c = 0; c < t.channel.size(); ++c) {
-    total += static_cast<std::int64_t>(t.mean_weight[c * a.group + h]) *
-             MeanCodeAt(a, s, t.channel[c], block);
+    base += static_cast<std::int64_t>(t.mean_weight[c * a.group + h]) *
+            MeanCodeAt(a, s, t.channel[c], block);
   }
-  total += static_cast<std::int64_t>(Average(part, t.n_parts)) << t.shift[h];
+  return base;
+}
+
+float MeanScore(const ScanArgs& a, const SegmentView& s, const ScanTable& t, int h, int block,
+                int token) {
+  const std::int64_t total =
+      MeanBase(a, s, t, h, block) +
+      (static_cast<std::int64_t>(MeanSum(a, s, t, h, block, token)) << t.shift[h]);
   return static_cast<float>(total) * t.scale[h];
 }
 
@@ -70,10 +82,30 @@ float PaperScore(const ScanArgs& a, const SegmentView& s, const ScanHead& head, 
   return static_cast<float>(score);
 }
 
+void ScanIntegers(const ScanArgs& a, const ScanHead& head) {
+  for (int h = 0; h < a.group; ++h) {
+    std::uint8_t* sums = head.sums + h * head.stride;
+    std::int32_t* base = head.base + h * head.base_stride;
+    for (const SegmentView& s : head.segments) {
+      const ScanTable& table = head.tables[s.table];
+      for (int block = 0; block < s.n_blocks; ++block) {
+        *base++ = static_cast<std::int32_t>(MeanBase(a, s, table, h, block));
+        for (int token = 0; token < kBlockTokens; ++token) {
+          *sums++ = static_cast<std::uint8_t>(MeanSum(a, s, table, h, block, token));
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void RefBackend::Scan(const ScanArgs& a) const {
   for (const ScanHead& head : a.heads) {
+    if (head.scores == nullptr && a.codec == Codec::kMean) {
+      ScanIntegers(a, head);
+      continue;
+    }
     for (int h = 0; h < a.group; ++h) {
       float* out = head.scores + h * head.stride;
       for (const SegmentView& s : head.segments) {
