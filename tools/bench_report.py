@@ -62,17 +62,25 @@ PICTURE = {"scan": ("gb_s", "Scan, GB/s against threads", "read_gb_s"), "select"
            "prefill": ("gflop_s", "Prefill attention, GFLOP/s against threads", "fma_gflop_s")}
 
 
-def shown_threads(result):
+MOST_ROWS = 100
+
+
+def shown_rows(result):
+    """Rows of the least and most threads; where those are too many for a page, of the most tokens and the least and most heads in a group."""
     counts = [speed["threads"] for speed in result["machine"]]
-    return {counts[0], counts[-1]}
+    rows = [row for row in result["rows"] if row["threads"] in (counts[0], counts[-1])]
+    if len(rows) <= MOST_ROWS:
+        return rows
+    groups = {min(row["group"] for row in rows), max(row["group"] for row in rows)}
+    most = max(row["n_tokens"] for row in rows)
+    return [row for row in rows if row["n_tokens"] == most and row["group"] in groups]
 
 
 def table(result):
     columns = COLUMNS[result["bench"]]
     lines = ["| " + " | ".join(header for header, _ in columns) + " |", "|" + "---|" * len(columns)]
-    for row in result["rows"]:
-        if row["threads"] in shown_threads(result):
-            lines.append("| " + " | ".join(write(row) for _, write in columns) + " |")
+    for row in shown_rows(result):
+        lines.append("| " + " | ".join(write(row) for _, write in columns) + " |")
     speeds = "; ".join(f"{s['threads']} thread{'s' if s['threads'] > 1 else ''}: {s['read_gb_s']:.1f} GB/s read, "
                        f"{s['fma_gflop_s']:,.0f} GFLOP/s of fp32 multiply-adds" for s in result["machine"])
     note = (f"{result['processor']}, {result['backend']}, one layer of {result['n_kv_heads']} KV heads, D = {result['head_dim']}; medians; "
@@ -150,7 +158,7 @@ def rate_picture(result):
 
 def bar_picture(result):
     """Times of a step with all threads, logarithmic bars, a panel per context."""
-    threads = max(shown_threads(result))
+    threads = max(row["threads"] for row in shown_rows(result))
     group = result["rows"][0]["group"]
     rows = [r for r in result["rows"] if r["threads"] == threads and r["group"] == group]
     contexts = sorted({r["n_tokens"] for r in rows})
