@@ -25,6 +25,7 @@ ALLOWED = {
     "base": [],
     "memory": ["base"],
     "capture": ["base", "memory"],
+    "archive": ["base", "memory"],
     "stats": ["base", "memory"],
     "store": ["base", "memory", "stats"],
     "plan": ["base", "stats", "store/layout.h"],
@@ -36,7 +37,7 @@ ALLOWED = {
     "method": ["base", "memory", "stats", "store", "plan", "backend"],
     "eval": ["base", "memory", "stats", "store", "plan", "backend", "method", "capture"],
     "model": ["base", "memory"],
-    "engine": ["base", "memory", "capture", "stats", "store", "plan", "backend", "method", "model"],
+    "engine": ["base", "memory", "archive", "capture", "stats", "store", "plan", "backend", "method", "model"],
 }
 # Top folders beside src/: programs see include/fathom and their own folder, tests see everything.
 PROGRAMS = ["apps", "bench", "eval", "examples"]

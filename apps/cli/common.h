@@ -80,5 +80,6 @@ void AddBenchCommand(CLI::App& app, int* exit_code);
 void AddCaptureCommand(CLI::App& app, int* exit_code);
 void AddCalibrateCommand(CLI::App& app, int* exit_code);
 void AddEvalCommand(CLI::App& app, int* exit_code);
+void AddSessionCommand(CLI::App& app, int* exit_code);
 
 }  // namespace fathom::cli

@@ -54,6 +54,7 @@ int Run(int argc, char** argv) {
   fathom::cli::AddCaptureCommand(app, &exit_code);
   fathom::cli::AddCalibrateCommand(app, &exit_code);
   fathom::cli::AddEvalCommand(app, &exit_code);
+  fathom::cli::AddSessionCommand(app, &exit_code);
   const std::string command = CheckCommand(app, argc, argv);
   app.failure_message([&command](const CLI::App* /*app*/, const CLI::Error& error) {
     return "fathom: " + std::string(error.what()) + "; see " + command + " --help\n";

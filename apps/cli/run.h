@@ -20,9 +20,15 @@ struct RunOptions {
   int threads = 0;
   std::string backend = "cpu";
   std::string method = "fathom:bits=28,k=512";
+  bool method_given = false;
   std::string compare;          // second method, empty for none
   std::string statistics_file;  // empty: the prefill's own
   SamplingOptions sampling;
+  std::string session;         // kept under this name; empty: not kept
+  std::string session_dir;     // empty: the default
+  std::string session_budget;  // empty: no limit
+  double session_checkpoint = 30;
+  bool session_replace = false;
   bool no_chat = false;
   bool stats = false;
   bool json = false;
@@ -44,6 +50,18 @@ struct MethodRun {
   std::vector<Answer> answers;
 };
 
+// What was kept on disk.
+struct SessionReport {
+  std::string name;                // empty: nothing
+  std::int64_t found_tokens = 0;   // that were there
+  std::int64_t reused_tokens = 0;  // of those, that the first prompt begins with
+  std::int64_t saved_tokens = 0;
+  std::int64_t bytes = 0;
+  double resume_s = 0;       // until the session could go on
+  double first_token_s = 0;  // from the beginning of that to the first token of the first answer
+  double save_s = 0;         // of all saves together
+};
+
 struct RunReport {
   ModelInfo model;
   std::string backend;
@@ -55,6 +73,7 @@ struct RunReport {
   SessionTimes prefill;            // of those
   std::int64_t rows_bytes = 0;     // at the end of the run
   bool interrupted = false;
+  SessionReport session;
   std::vector<MethodRun> runs;
 };
 

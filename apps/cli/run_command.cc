@@ -7,12 +7,13 @@
 #include "progress.h"
 #include "prompts.h"
 #include "run.h"
+#include "run_session.h"
 
 namespace fathom::cli {
 namespace {
 
 void CheckOptions(const RunOptions& options) {
-  if (options.file.empty() && options.prompts.empty()) {
+  if (options.file.empty() && options.prompts.empty() && options.session.empty()) {
     throw Error(ErrorCode::kUsage,
                 "nothing to read: give a document with -f FILE, a question with -p TEXT, or both");
   }
@@ -28,6 +29,15 @@ void CheckOptions(const RunOptions& options) {
     throw Error(ErrorCode::kUsage,
                 "several -p with --no-chat need a document (-f) that they share");
   }
+  if (!options.session.empty() && !options.compare.empty()) {
+    throw Error(ErrorCode::kUsage,
+                "--compare with --session: a session keeps one method's index; fork it "
+                "(fathom session fork) and run each method on its own");
+  }
+  if (options.session.empty() && options.session_replace) {
+    throw Error(ErrorCode::kUsage, "--session-replace needs --session NAME");
+  }
+  ParseBytes(options.session_budget);
   ValidateMethodSpec(MethodSpec::Parse(options.method));
   if (!options.compare.empty()) ValidateMethodSpec(MethodSpec::Parse(options.compare));
 }
@@ -75,18 +85,18 @@ std::int64_t ContextSize(const Model& model, const RunOptions& options,
   return ctx;
 }
 
-// Prefill with a bar; a message of what happened to an interrupted one.
-void PrefillWithProgress(Session& session, std::span<const Token> tokens,
-                         const std::string& label) {
-  Progress progress(label, "tokens");
+// Prefill with a bar, saved now and then where the session is kept.
+void PrefillWithProgress(Session& session, std::span<const Token> tokens, KeptSession* kept) {
+  Progress progress("prefill", "tokens");
   session.Prefill(tokens, [&](std::int64_t done, std::int64_t total) {
     progress.Update(done, total);
+    if (kept != nullptr) kept->Checkpoint(session);
     return !Interrupted();
   });
 }
 
 Answer AskOne(Session& session, const RunOptions& options, const std::string& question,
-              std::span<const Token> rest, bool stream) {
+              std::span<const Token> rest, KeptSession* kept) {
   session.ResetTimes();
   session.method().ResetCounters();
   session.Prefill(rest, [](std::int64_t, std::int64_t) { return !Interrupted(); });
@@ -95,24 +105,27 @@ Answer AskOne(Session& session, const RunOptions& options, const std::string& qu
   answer.n_prompt_tokens = session.n_tokens();
   answer.generation =
       Generate(session, {options.predict, options.sampling}, [&](Token, std::string_view text) {
-        if (stream) WriteOut(text);
+        if (kept != nullptr) kept->WaitVerified();
+        if (!options.json) WriteOut(text);
         return !Interrupted();
       });
-  if (stream) WriteOut("\n");
+  if (!options.json) WriteOut("\n");
   answer.times = session.times();
   answer.counters = session.method().counters();
   return answer;
 }
 
+// The answers of one method to prompts that begin with the session's tokens.
 MethodRun AskAll(Session& session, const RunOptions& options,
-                 const std::vector<std::vector<Token>>& prompts, std::int64_t shared,
-                 bool announce) {
+                 const std::vector<std::vector<Token>>& prompts, std::int64_t shared, bool announce,
+                 KeptSession* kept) {
   MethodRun run;
   run.label = session.options().method;
   run.spec = session.method().spec();
   session.ResetTimes();
   session.BuildIndex();
   run.index_s = session.times().index_s;
+  if (kept != nullptr) kept->Save(session);
   if (announce && !options.json) WriteOut("== " + run.label + "\n");
   for (std::size_t i = 0; i < prompts.size() && !Interrupted(); ++i) {
     if (prompts.size() > 1 && !options.json) {
@@ -121,56 +134,148 @@ MethodRun AskAll(Session& session, const RunOptions& options,
     const std::string question = options.prompts.empty() ? "" : options.prompts[i];
     run.answers.push_back(AskOne(session, options, question,
                                  std::span(prompts[i]).subspan(static_cast<std::size_t>(shared)),
-                                 !options.json));
+                                 kept));
     run.index_bytes = session.method().MemoryBytes();
     if (i + 1 < prompts.size()) session.Truncate(shared);
+  }
+  if (kept != nullptr) kept->Save(session);
+  return run;
+}
+
+// Goes on where a kept session ended: each question is the next turn; none continues the text.
+MethodRun Converse(Session& session, const RunOptions& options, bool chat, KeptSession* kept) {
+  MethodRun run;
+  run.label = session.options().method;
+  run.spec = session.method().spec();
+  session.ResetTimes();
+  session.BuildIndex();
+  run.index_s = session.times().index_s;
+  std::vector<std::string> questions = options.prompts;
+  if (questions.empty()) questions.emplace_back();
+  for (std::size_t i = 0; i < questions.size() && !Interrupted(); ++i) {
+    if (questions.size() > 1 && !options.json) WriteOut("> " + questions[i] + "\n");
+    std::vector<Token> rest;
+    if (!questions[i].empty()) {
+      rest = NextTurn(session.model(), questions[i], chat);
+    } else if (session.logits().empty()) {
+      rest.push_back(session.tokens().back());
+      session.Truncate(session.n_tokens() - 1);
+    }
+    run.answers.push_back(AskOne(session, options, questions[i], rest, kept));
+    run.index_bytes = session.method().MemoryBytes();
+    kept->Save(session);
   }
   return run;
 }
 
-RunReport Execute(const RunOptions& options) {
-  CheckOptions(options);
-  const std::string document = ReadDocument(options);
-  const auto statistics = LoadStatistics(options.statistics_file);
-  const auto model = Model::Open(options.model);
+// What a run works with.
+struct RunInputs {
+  std::string document;
+  std::shared_ptr<const Model> model;
+  bool chat = false;
+  std::unique_ptr<KeptSession> kept;        // null: nothing is kept
+  bool converses = false;                   // goes on where the kept session ended
+  std::vector<std::vector<Token>> prompts;  // of all questions; of a conversation, the first
+  std::int64_t shared = 0;                  // tokens that they begin with
+  std::int64_t reused = 0;                  // of those, kept ones
+};
+
+RunInputs Prepare(const RunOptions& options) {
+  RunInputs in;
+  in.document = ReadDocument(options);
+  in.model = Model::Open(options.model);
+  in.chat = UseChat(*in.model, options.no_chat);
+  if (!options.session.empty()) in.kept = std::make_unique<KeptSession>(options, in.model);
+  in.converses = in.kept != nullptr && in.document.empty() && !in.kept->tokens().empty();
   std::vector<std::string> questions = options.prompts;
   if (questions.empty()) questions.emplace_back();
-  const auto prompts = BuildPrompts(*model, document, questions, UseChat(*model, options.no_chat));
+  if (in.converses) {
+    in.prompts.push_back(in.kept->tokens());
+    if (!questions.front().empty()) {
+      const std::vector<Token> next = NextTurn(*in.model, questions.front(), in.chat);
+      in.prompts.front().insert(in.prompts.front().end(), next.begin(), next.end());
+    }
+    in.shared = in.reused = static_cast<std::int64_t>(in.kept->tokens().size());
+    return in;
+  }
+  if (in.document.empty() && questions.front().empty()) {
+    throw Error(ErrorCode::kUsage, "there is no session '" + options.session +
+                                       "' to continue; give a document with -f FILE, a question "
+                                       "with -p TEXT, or both");
+  }
+  in.prompts = BuildPrompts(*in.model, in.document, questions, in.chat);
+  in.shared = SharedTokens(in.prompts);
+  if (in.kept == nullptr) return in;
+  // The index is of the document alone, so that it serves other questions too.
+  in.shared =
+      std::min(in.shared, SharedTokens(BuildPrompts(*in.model, in.document, {"1", "?"}, in.chat)));
+  in.reused = in.kept->Reuse(in.prompts.front(), in.shared);
+  return in;
+}
 
-  SessionOptions session_options;
-  session_options.ctx_size = ContextSize(*model, options, prompts);
-  session_options.backend = options.backend;
-  session_options.method = options.method;
-  session_options.n_threads = options.threads;
-  session_options.calibration = statistics;
-  Session session(model, session_options);
+SessionOptions MakeSessionOptions(const RunOptions& options, const RunInputs& in) {
+  SessionOptions session;
+  session.ctx_size = ContextSize(*in.model, options, in.prompts);
+  // All that is kept is there before some of it may go.
+  if (in.kept != nullptr && options.ctx_size.empty()) {
+    session.ctx_size =
+        std::max(session.ctx_size, static_cast<std::int64_t>(in.kept->tokens().size()));
+  }
+  session.backend = options.backend;
+  session.method = options.method;
+  session.n_threads = options.threads;
+  session.calibration = LoadStatistics(options.statistics_file);
+  return session;
+}
 
+void AnswerAll(Session& session, const RunOptions& options, RunInputs& in, RunReport* report) {
+  if (in.converses) {
+    report->runs.push_back(Converse(session, options, in.chat, in.kept.get()));
+    return;
+  }
+  const std::span<const Token> shared =
+      std::span(in.prompts.front()).first(static_cast<std::size_t>(in.shared));
+  if (session.n_tokens() < in.shared) {
+    PrefillWithProgress(session, shared.subspan(static_cast<std::size_t>(session.n_tokens())),
+                        in.kept.get());
+  } else {
+    session.Truncate(in.shared);
+  }
+  report->prefill = session.times();
+  const bool compares = !options.compare.empty();
+  report->runs.push_back(AskAll(session, options, in.prompts, in.shared, compares, in.kept.get()));
+  if (!compares || Interrupted()) return;
+  session.Truncate(in.shared);
+  session.SetMethod(options.compare);
+  report->runs.push_back(AskAll(session, options, in.prompts, in.shared, true, nullptr));
+}
+
+RunReport Execute(const RunOptions& options) {
+  CheckOptions(options);
+  RunInputs in = Prepare(options);
+  const SessionOptions session_options = MakeSessionOptions(options, in);
+  const std::int64_t full = static_cast<std::int64_t>(in.prompts.front().size()) + options.predict;
+  const auto session = in.kept == nullptr ? std::make_unique<Session>(in.model, session_options)
+                                          : in.kept->Open(session_options, in.reused,
+                                                          std::min(full, session_options.ctx_size));
   RunReport report;
-  report.model = model->info();
-  report.backend = std::string(session.backend().name());
-  report.threads = session.backend().n_threads();
+  report.model = in.model->info();
+  report.backend = std::string(session->backend().name());
+  report.threads = session->backend().n_threads();
   report.ctx_size = session_options.ctx_size;
   report.statistics_file = options.statistics_file;
-  report.document_bytes = static_cast<std::int64_t>(document.size());
-  report.shared_tokens = SharedTokens(prompts);
+  report.document_bytes = static_cast<std::int64_t>(in.document.size());
+  report.shared_tokens = in.shared;
   try {
-    PrefillWithProgress(
-        session, std::span(prompts.front()).first(static_cast<std::size_t>(report.shared_tokens)),
-        "prefill");
-    report.prefill = session.times();
-    report.runs.push_back(
-        AskAll(session, options, prompts, report.shared_tokens, !options.compare.empty()));
-    if (!options.compare.empty() && !Interrupted()) {
-      session.Truncate(report.shared_tokens);
-      session.SetMethod(options.compare);
-      report.runs.push_back(AskAll(session, options, prompts, report.shared_tokens, true));
-    }
+    AnswerAll(*session, options, in, &report);
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kCancelled) throw;
     std::fprintf(stderr, "fathom: %s\n", error.what());
-    if (report.runs.empty()) report.prefill = session.times();
+    if (report.runs.empty()) report.prefill = session->times();
+    if (in.kept != nullptr) in.kept->Save(*session);
   }
-  report.rows_bytes = session.rows().MemoryBytes();
+  if (in.kept != nullptr) report.session = in.kept->report();
+  report.rows_bytes = session->rows().MemoryBytes();
   report.interrupted = Interrupted();
   return report;
 }
@@ -199,11 +304,29 @@ int Run(const RunOptions& options) {
   return report.interrupted ? kExitInterrupted : kExitOk;
 }
 
+void AddSessionOptions(CLI::App& run, RunOptions* options) {
+  run.add_option("--session", options->session,
+                 "keep everything on disk under this name, and go on from what is there")
+      ->type_name("NAME");
+  AddSessionFolderOption(run, &options->session_dir);
+  run.add_option("--session-budget", options->session_budget,
+                 "most bytes of all sessions, as 20G; those unused for longest go first")
+      ->type_name("SIZE");
+  run.add_option("--session-checkpoint", options->session_checkpoint,
+                 "save a prefill every so many seconds")
+      ->type_name("S")
+      ->capture_default_str()
+      ->check(InRange(0, 1 << 20));
+  run.add_flag("--session-replace", options->session_replace,
+               "where the document differs from the session, the document wins");
+}
+
 }  // namespace
 
 void AddRunCommand(CLI::App& app, int* exit_code) {
   auto options = std::make_shared<RunOptions>();
   CLI::App* run = app.add_subcommand("run", "Answer questions about a document, or continue it");
+  AddSessionOptions(*run, options.get());
   run->add_option("-m,--model", options->model, "GGUF model, required")->type_name("FILE");
   run->add_option("-f,--file", options->file, "document; - reads standard input")
       ->type_name("FILE");
@@ -243,7 +366,10 @@ void AddRunCommand(CLI::App& app, int* exit_code) {
   run->add_flag("--no-chat", options->no_chat, "continue the text; no chat template");
   run->add_flag("--stats", options->stats, "show a table of speeds and bytes on standard error");
   run->add_flag("--json", options->json, "print one JSON document instead of text");
-  run->callback([options, exit_code] { *exit_code = Run(*options); });
+  run->callback([options, run, exit_code] {
+    options->method_given = run->count("--method") > 0;
+    *exit_code = Run(*options);
+  });
 }
 
 }  // namespace fathom::cli

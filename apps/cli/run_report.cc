@@ -59,6 +59,17 @@ std::string CommonText(const std::string& a, const std::string& b) {
   return {a.begin(), end};
 }
 
+nlohmann::json SessionJson(const SessionReport& session) {
+  return {{"name", session.name},
+          {"found_tokens", session.found_tokens},
+          {"reused_tokens", session.reused_tokens},
+          {"saved_tokens", session.saved_tokens},
+          {"bytes", session.bytes},
+          {"resume_seconds", session.resume_s},
+          {"first_token_seconds", session.first_token_s},
+          {"save_seconds", session.save_s}};
+}
+
 }  // namespace
 
 std::string StatsTable(const RunReport& report) {
@@ -150,6 +161,7 @@ nlohmann::json ReportJson(const RunReport& report) {
   json["prefill"] = {{"n_tokens", report.prefill.prefill_tokens},
                      {"seconds", report.prefill.prefill_s},
                      {"attention_seconds", report.prefill.prefill_attention_s}};
+  if (!report.session.name.empty()) json["session"] = SessionJson(report.session);
   json["runs"] = nlohmann::json::array();
   for (const MethodRun& run : report.runs) {
     nlohmann::json answers = nlohmann::json::array();

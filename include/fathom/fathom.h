@@ -14,6 +14,8 @@
 #include "fathom/plan.h"
 #include "fathom/scan_table.h"
 #include "fathom/session.h"
+#include "fathom/session_folder.h"
 #include "fathom/stats.h"
 #include "fathom/store.h"
+#include "fathom/stored_session.h"
 #include "fathom/types.h"

@@ -74,6 +74,9 @@ struct MethodContext {
   const Calibration* calibration = nullptr;
 };
 
+class StateReader;
+class StateWriter;
+
 // The tokens that one KV head attended in the last step. Empty tokens: all of them, by all heads.
 struct AttendedTokens {
   std::span<const std::int32_t> tokens;  // ascending, without repeats
@@ -99,6 +102,12 @@ class Method {
 
   // The session forgot tokens from n_tokens on. What remains is as if they had never been seen.
   virtual void Truncate(std::int64_t n_tokens) = 0;
+
+  // Writes what a new method of the same spec over the same rows needs to go on as this one would.
+  // False, and nothing written, for a method that cannot: its index is made again from the rows.
+  virtual bool Save(StateWriter* /*out*/) { return false; }
+  // What Save has written. Requires a method that has not been used. Throws Error(kCorrupt).
+  virtual void Load(StateReader* /*in*/) {}
 
   // Index bytes that the method needs now, equal to the closed form of its shape. Rivals count what
   // their own system stores; those that run on the common 4-bit store hold all its planes (68 bytes

@@ -62,6 +62,12 @@ class Model {
 
   const ModelInfo& info() const;
 
+  // 32 hexadecimal digits that tell models apart whose sessions must not be mixed: a hash of all
+  // metadata of the file but its names and comments (so of tokenizer, shape and rope), and of
+  // names, types, shapes and content of its tensors, of which the large ones are sampled: 64 pieces
+  // of 4 KiB of each. Takes milliseconds; computed once. Thread-safe.
+  const std::string& fingerprint() const;
+
   // Token ids of text. special: texts of control tokens in it become those tokens. Adds no BOS.
   // Bytes that are not UTF-8 are passed to the tokenizer, which decides what they become; they
   // never fail.

@@ -2,6 +2,8 @@
 // Session: one sequence of tokens with its rows and index, prefilled densely and decoded by a
 // method.
 //
+// StoredSession (fathom/stored_session.h) keeps one on disk.
+//
 // Typical use: Prefill(document), BuildIndex(), then per question Prefill(question), Generate(...),
 // Truncate(back). Not thread-safe; sessions of one model are independent. Errors leave the session
 // as it was before the call, except that a cancelled Prefill keeps the chunks already done.
@@ -99,6 +101,7 @@ class Session {
   void ResetTimes();
 
  private:
+  friend class StoredSession;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

@@ -12,6 +12,9 @@
 
 namespace fathom {
 
+class StateReader;
+class StateWriter;
+
 // Mean and, per channel or in full, the second central moments of vectors of one length.
 class Moments {
  public:
@@ -69,6 +72,10 @@ class QuerySamples {
   void DropFrom(std::int64_t position);  // forgets samples at `position` and later
   void Clear();
 
+  void Save(StateWriter* out) const;
+  // Throws Error(kCorrupt) unless it is of samples of the same heads.
+  void Load(StateReader* in);
+
   std::int64_t size() const { return static_cast<std::int64_t>(positions_.size()); }
   std::span<const std::int64_t> positions() const { return positions_; }
   // [n_heads][D], valid until samples are added or dropped.
@@ -108,6 +115,9 @@ struct Basis {
   std::vector<float> query_map;  // [dim][dim]; empty means identity
 
   bool is_identity() const { return key_map.empty(); }
+  void Save(StateWriter* out) const;
+  // Throws Error(kCorrupt) unless it has `channels` of them.
+  void Load(StateReader* in, std::int32_t channels);
   // in, out: [n][dim], may not overlap.
   void MapKeys(const float* in, std::int64_t n, float* out) const;
   void MapQueries(const float* in, std::int64_t n, float* out) const;

@@ -17,6 +17,8 @@ namespace fathom {
 
 class BlockReader;
 class Reservation;
+class StateReader;
+class StateWriter;
 
 // Keys and values in fp16, K and V of a token adjacent:
 // [n_layers][n_kv_heads][capacity][2][head_dim]. Address space for `capacity` tokens is reserved at
@@ -42,6 +44,13 @@ class RowStore {
   void Write(std::int32_t layer, std::int64_t first, std::int64_t n, const float* k,
              const float* v);
   void Commit(std::int64_t n_tokens) { n_tokens_ = n_tokens; }
+  // Tokens first .. first + n - 1 of every layer and KV head become those of an open file, read as
+  // they are needed and never written back to it: rows of layer l and KV head h are the first n of
+  // those that begin (l * n_kv_heads + h) * stride tokens from offset. first and stride: multiples
+  // of 64 tokens, n <= stride; offset: bytes, a multiple of the page. The file must not shrink
+  // while the store lives. Does not change n_tokens(). Throws Error(kIo) when the system refuses,
+  // Error(kUsage) when first + n exceeds the capacity.
+  void Map(std::int64_t first, std::int64_t n, std::int64_t stride, int file, std::int64_t offset);
   // Forgets tokens from n_tokens on; their memory stays taken and is written again. Requires
   // n_tokens <= n_tokens().
   void Truncate(std::int64_t n_tokens) { n_tokens_ = n_tokens; }
@@ -59,6 +68,7 @@ class RowStore {
   std::int32_t n_layers_;
   HeadGeometry geometry_;
   std::int64_t capacity_;
+  std::int64_t stride_;  // tokens from one KV head to the next, whole blocks
   std::int64_t n_tokens_ = 0;
   std::unique_ptr<Reservation> memory_;
 };
@@ -130,6 +140,13 @@ class HeadIndex {
   // Forgets blocks from n_blocks on. What remains is as if they had never been appended; the codec
   // of Build stays as it was fitted. With n_blocks = 0 the index is empty again.
   void Truncate(const Half* rows, std::int64_t n_blocks);
+
+  // Writes all but shape, basis and rules, full segments as sealed pieces. Not const: these get
+  // ids by which they are known again.
+  void Save(StateWriter* out);
+  // What Save has written of an index of the same shape, basis and rules; segments stay where the
+  // reader has them. Requires an empty index. Throws Error(kCorrupt).
+  void Load(StateReader* in);
 
   const IndexShape& shape() const { return shape_; }
   const Basis& basis() const { return basis_; }

@@ -8,6 +8,7 @@
 
 #include "base/timer.h"
 #include "engine/query_sampling.h"
+#include "engine/session_impl.h"
 #include "fathom/error.h"
 
 namespace fathom {
@@ -41,49 +42,6 @@ void CheckMemory(const ModelInfo& model, const MethodSpec& method, const Session
 
 }  // namespace
 
-struct Session::Impl {
-  Impl(std::shared_ptr<const Model> session_model, const SessionOptions& session_options)
-      : model(std::move(session_model)),
-        options(session_options),
-        backend(MakeBackend(options.backend, options.n_threads)),
-        runner(model, backend->n_threads()),
-        rows(model->info().n_layers, model->info().heads, options.ctx_size) {
-    ClearQueries();
-    method = NewMethod(options.method);
-  }
-
-  void ClearQueries() {
-    const QuerySamples none(model->info().heads.n_heads, model->info().heads.head_dim);
-    queries.assign(static_cast<std::size_t>(model->info().n_layers), {none, none});
-    query_strides.assign(queries.size(), kFirstStride);
-  }
-
-  std::unique_ptr<Method> NewMethod(const std::string& spec) const {
-    return MakeMethod(
-        MethodSpec::Parse(spec),
-        {&rows, backend.get(), &queries, model->info().has_qk_norm, options.calibration.get()});
-  }
-
-  void CheckRoom(std::int64_t n) const;
-  void PrefillChunk(std::span<const Token> chunk, bool want_logits);
-  void PrefillAttention(std::int32_t layer, std::int64_t n, bool want_logits, const float* q,
-                        const float* k, const float* v, float* out);
-  void SampleQueries(std::int32_t layer, std::int64_t first, std::int64_t n, const float* q);
-
-  std::shared_ptr<const Model> model;
-  SessionOptions options;
-  std::unique_ptr<Backend> backend;
-  Runner runner;
-  RowStore rows;
-  // Sampled from all prefills. An index keeps the statistics it was made with.
-  std::vector<LayerQueries> queries;
-  std::vector<std::int64_t> query_strides;  // of LayerQueries::samples
-  std::unique_ptr<Method> method;
-  std::vector<Token> tokens;
-  std::span<const float> logits;
-  SessionTimes times;
-};
-
 void Session::Impl::CheckRoom(std::int64_t n) const {
   const std::int64_t need = static_cast<std::int64_t>(tokens.size()) + n;
   if (need <= options.ctx_size) return;
@@ -97,6 +55,7 @@ void Session::Impl::SampleQueries(std::int32_t layer, std::int64_t first, std::i
                                   const float* q) {
   const HeadGeometry& heads = model->info().heads;
   const std::int64_t token_floats = std::int64_t{heads.n_heads} * heads.head_dim;
+  ++queries_version;
   LayerQueries& kept = queries[static_cast<std::size_t>(layer)];
   std::int64_t& stride = query_strides[static_cast<std::size_t>(layer)];
   for (std::int64_t t = 0; t < n; ++t) {
@@ -243,6 +202,8 @@ void Session::Truncate(std::int64_t n_tokens) {
   impl_->rows.Truncate(n_tokens);
   impl_->tokens.resize(static_cast<std::size_t>(n_tokens));
   impl_->logits = {};
+  impl_->stored_tokens = std::min(impl_->stored_tokens, n_tokens);
+  ++impl_->queries_version;
   if (n_tokens == 0) return impl_->ClearQueries();
   for (LayerQueries& layer : impl_->queries) {
     layer.samples.DropFrom(n_tokens);

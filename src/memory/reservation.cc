@@ -3,6 +3,7 @@
 
 #include <sys/mman.h>
 
+#include <cassert>
 #include <cerrno>
 #include <cstring>
 #include <string>
@@ -39,6 +40,16 @@ Reservation& Reservation::operator=(Reservation&& other) noexcept {
     size_ = std::exchange(other.size_, 0);
   }
   return *this;
+}
+
+void Reservation::MapFile(std::byte* at, std::size_t bytes, int file, std::int64_t offset) {
+  assert(at >= data_ && at + bytes <= data_ + size_);
+  void* const p = mmap(at, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED | MAP_NORESERVE,
+                       file, offset);
+  if (p == MAP_FAILED) {
+    throw Error(ErrorCode::kIo, "cannot map " + std::to_string(bytes) + " bytes of a file (" +
+                                    std::strerror(errno) + "); see sysctl vm.max_map_count");
+  }
 }
 
 void Reservation::Release() {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace fathom {
 
@@ -18,6 +19,10 @@ class Reservation {
   ~Reservation();
   Reservation(Reservation&& other) noexcept;
   Reservation& operator=(Reservation&& other) noexcept;
+
+  // The bytes at `at` become those of the file from offset on, private: what is written to them
+  // does not reach it. All of whole pages. Throws Error(kIo).
+  void MapFile(std::byte* at, std::size_t bytes, int file, std::int64_t offset);
 
   std::byte* data() const { return data_; }
   std::size_t size() const { return size_; }  // bytes

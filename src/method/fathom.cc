@@ -13,6 +13,7 @@
 #include "fathom/error.h"
 #include "fathom/plan.h"
 #include "fathom/scan_table.h"
+#include "memory/state_stream.h"
 #include "method/plane_method.h"
 
 namespace fathom {
@@ -178,6 +179,18 @@ class FathomMethod final : public PlaneMethod {
   void TruncateIndex(std::int64_t n_tokens) override {
     PlaneMethod::TruncateIndex(n_tokens);
     if (!index().built(0)) multiplier_ = kNotFitted;
+  }
+
+  bool SaveIndex(StateWriter* out) override {
+    out->Put(multiplier_);
+    out->Put(fit_tokens_);
+    return PlaneMethod::SaveIndex(out);
+  }
+
+  void LoadIndex(StateReader* in) override {
+    multiplier_ = in->Get<double>();
+    fit_tokens_ = in->GetIn<std::int64_t>(0, std::int64_t{1} << 40);
+    PlaneMethod::LoadIndex(in);
   }
 
  private:

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/parallel.h"
+#include "memory/state_stream.h"
 
 namespace fathom {
 
@@ -81,6 +82,52 @@ void LayerIndex::Truncate(std::int64_t n_tokens) {
       }
     }
     if (drop) built_tokens = 0;
+  }
+}
+
+void LayerIndex::Save(StateWriter* out) {
+  const IndexShape& shape = options_.shape;
+  out->Put(shape.codec);
+  out->Put(shape.head_dim);
+  out->Put(shape.mean_bits);
+  out->Put(shape.segment_blocks);
+  out->PutAll(built_tokens_);
+  for (const auto& head : heads_) {
+    out->Put<std::uint8_t>(head ? 1 : 0);
+    if (!head) continue;
+    head->stats.basis.Save(out);
+    out->PutAll(head->stats.variance);
+    out->PutAll(head->stats.abs_key);
+    out->PutAll(head->stats.abs_query);
+    head->index.Save(out);
+  }
+}
+
+void LayerIndex::Load(StateReader* in) {
+  const IndexShape& shape = options_.shape;
+  if (in->Get<Codec>() != shape.codec || in->Get<std::int32_t>() != shape.head_dim ||
+      in->Get<std::int32_t>() != shape.mean_bits ||
+      in->Get<std::int32_t>() != shape.segment_blocks) {
+    in->Fail("its index is of another codec or shape than its method has");
+  }
+  built_tokens_ = in->GetAll<std::int64_t>(built_tokens_.size());
+  const std::int32_t n_kv = context_.rows->geometry().n_kv_heads;
+  for (std::size_t slot = 0; slot < heads_.size(); ++slot) {
+    if (in->GetIn<std::uint8_t>(0, 1) == 0) continue;
+    HeadStats stats;
+    stats.basis.Load(in, shape.head_dim);
+    stats.variance = in->GetAll<double>();
+    stats.abs_key = in->GetAll<double>();
+    stats.abs_query = in->GetAll<double>();
+    HeadIndex index(shape, stats.basis, options_.rules);
+    index.Load(in);
+    heads_[slot] = std::make_unique<IndexedHead>(IndexedHead{std::move(index), std::move(stats)});
+    const auto at = static_cast<std::int32_t>(slot);
+    Changed(at / n_kv, at % n_kv);
+  }
+  for (std::size_t slot = 0; slot < heads_.size(); ++slot) {
+    const bool wanted = built_tokens_[slot / static_cast<std::size_t>(n_kv)] > 0;
+    if (wanted != (heads_[slot] != nullptr)) in->Fail("heads of its index are missing");
   }
 }
 

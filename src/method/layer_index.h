@@ -53,6 +53,9 @@ class LayerIndex {
     return *heads_[Slot(layer, kv_head)];
   }
   std::int64_t MemoryBytes() const;
+  void Save(StateWriter* out);
+  // Throws Error(kCorrupt) where it is not of the same shape.
+  void Load(StateReader* in);
 
  private:
   std::size_t Slot(std::int32_t layer, std::int32_t kv_head) const;

@@ -47,6 +47,11 @@ class PlaneMethod : public SparseMethod {
   }
   void TruncateIndex(std::int64_t n_tokens) override { index_.Truncate(n_tokens); }
   std::int64_t IndexMemory() const override { return index_.MemoryBytes(); }
+  bool SaveIndex(StateWriter* out) override {
+    index_.Save(out);
+    return true;
+  }
+  void LoadIndex(StateReader* in) override { index_.Load(in); }
 
   LayerIndex& index() { return index_; }
 

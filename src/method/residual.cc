@@ -7,6 +7,7 @@
 #include <limits>
 
 #include "base/half.h"
+#include "memory/state_stream.h"
 
 namespace fathom {
 namespace {
@@ -49,6 +50,24 @@ void ValueMeans::FindMean(std::int64_t skip) {
   std::ranges::transform(total_, mean_.begin(),
                          [&](double sum) { return static_cast<float>(sum / counted); });
   is_finite_ = std::ranges::all_of(mean_, [](float x) { return std::isfinite(x); });
+}
+
+void ValueMeans::Save(StateWriter* out) const {
+  out->Put(n_tokens_);
+  out->PutAll(block_mean_);
+  out->PutAll(total_);
+  out->PutAll(mean_);
+  out->Put<std::uint8_t>(is_finite_ ? 1 : 0);
+}
+
+void ValueMeans::Load(StateReader* in) {
+  const auto dim = static_cast<std::size_t>(dim_);
+  n_tokens_ = in->GetIn<std::int64_t>(0, std::int64_t{1} << 40);
+  const std::int64_t halves = Bytes(dim_, rule_, n_tokens_) / std::int64_t{sizeof(Half)};
+  block_mean_ = in->GetAll<Half>(static_cast<std::size_t>(halves));
+  total_ = in->GetAll<double>(dim);
+  mean_ = in->GetAll<float>(dim);
+  is_finite_ = in->GetIn<std::uint8_t>(0, 1) != 0;
 }
 
 void ValueMeans::Clear() {

@@ -18,6 +18,9 @@
 
 namespace fathom {
 
+class StateReader;
+class StateWriter;
+
 enum class ResidualRule : std::uint8_t { kOff, kMean, kBlock };
 
 // A block's own mean is read when, for some head of the group, the block has more than this share
@@ -36,6 +39,9 @@ class ValueMeans {
   // back. rows: [..][2][D].
   void MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t skip);
   void Clear();
+  void Save(StateWriter* out) const;
+  // Throws Error(kCorrupt) where it is not of the same head_dim and rule.
+  void Load(StateReader* in);
 
   // [D] of all blocks together; zeros without any.
   std::span<const float> mean() const { return mean_; }

@@ -63,6 +63,8 @@ class SparseMethod : public Method {
   void Attend(std::int32_t layer, std::int64_t n_tokens, const float* q, float* out) final;
   void BuildIndex(std::int64_t n_tokens) final;
   void Truncate(std::int64_t n_tokens) final;
+  bool Save(StateWriter* out) final;
+  void Load(StateReader* in) final;
   std::int64_t MemoryBytes() const final;
   AttendedTokens attended(std::int32_t kv_head) const final;
   std::span<const float> residual_factors() const final;
@@ -89,6 +91,9 @@ class SparseMethod : public Method {
   virtual void ExtendIndex(std::int32_t /*layer*/, std::int64_t /*n_tokens*/) {}
   virtual void TruncateIndex(std::int64_t /*n_tokens*/) {}
   virtual std::int64_t IndexMemory() const { return 0; }
+  // As Method::Save and Load, of the index alone.
+  virtual bool SaveIndex(StateWriter* /*out*/) { return false; }
+  virtual void LoadIndex(StateReader* /*in*/) {}
 
   virtual GroupRule group_rule() const { return GroupRule::kPerHead; }
   // Tokens attended per query head beside k: a method gives those of its own choice the score

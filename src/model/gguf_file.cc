@@ -16,6 +16,24 @@ constexpr std::size_t kTensorAlignment = 32;
 // magic, version, number of tensors, number of metadata entries
 constexpr std::size_t kHeaderBytes = 4 + 4 + 8 + 8;
 
+std::size_t SizeOfType(gguf_type type) {
+  switch (type) {
+    case GGUF_TYPE_UINT8:
+    case GGUF_TYPE_INT8:
+    case GGUF_TYPE_BOOL:
+      return 1;
+    case GGUF_TYPE_UINT16:
+    case GGUF_TYPE_INT16:
+      return 2;
+    case GGUF_TYPE_UINT64:
+    case GGUF_TYPE_INT64:
+    case GGUF_TYPE_FLOAT64:
+      return 8;
+    default:
+      return 4;
+  }
+}
+
 }  // namespace
 
 GgufFile::GgufFile(const std::string& path) : path_(path), mapping_(path, ".gguf model file") {
@@ -103,6 +121,22 @@ void GgufFile::ReadTensors() {
 const GgufTensor* GgufFile::FindTensor(const std::string& name) const {
   const auto found = tensor_index_.find(name);
   return found == tensor_index_.end() ? nullptr : &tensors_[found->second];
+}
+
+void GgufFile::FeedValue(const std::string& key, const FeedFn& feed) const {
+  const gguf_context* c = context_.get();
+  const std::int64_t id = gguf_find_key(c, key.c_str());
+  if (id < 0) return;
+  const auto text = [&feed](const char* value) { feed(value, std::strlen(value) + 1); };
+  gguf_type type = gguf_get_kv_type(c, id);
+  feed(&type, sizeof type);
+  if (type == GGUF_TYPE_STRING) return text(gguf_get_val_str(c, id));
+  if (type != GGUF_TYPE_ARRAY) return feed(gguf_get_val_data(c, id), SizeOfType(type));
+  type = gguf_get_arr_type(c, id);
+  feed(&type, sizeof type);
+  const std::size_t n = gguf_get_arr_n(c, id);
+  if (type != GGUF_TYPE_STRING) return feed(gguf_get_arr_data(c, id), n * SizeOfType(type));
+  for (std::size_t i = 0; i < n; ++i) text(gguf_get_arr_str(c, id, i));
 }
 
 std::optional<double> GgufFile::Number(const std::string& key) const {

@@ -8,6 +8,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -50,6 +51,9 @@ class GgufFile {
   // A per-layer value that must be the same in all layers: one integer, or an array of equal ones.
   std::optional<std::int64_t> UniformInteger(const std::string& key) const;
   std::vector<std::string> Keys() const;
+  // Feeds type and value of a key's value to a hash, whatever its kind.
+  using FeedFn = std::function<void(const void* data, std::size_t size)>;
+  void FeedValue(const std::string& key, const FeedFn& feed) const;
   // Size of an array of the given element type, or -1 when the key is absent.
   std::int64_t ArraySize(const std::string& key, gguf_type element) const;
   const char* ArrayText(const std::string& key, std::int64_t i) const;

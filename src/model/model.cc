@@ -6,6 +6,7 @@
 #include <map>
 #include <vector>
 
+#include "model/fingerprint.h"
 #include "model/ggml_runtime.h"
 #include "model/model_impl.h"
 
@@ -89,6 +90,12 @@ std::shared_ptr<const Model> Model::Open(const std::string& path) {
 }
 
 const ModelInfo& Model::info() const { return impl_->info; }
+
+const std::string& Model::fingerprint() const {
+  std::call_once(impl_->fingerprint_once,
+                 [this] { impl_->fingerprint = FileFingerprint(impl_->file); });
+  return impl_->fingerprint;
+}
 
 std::vector<Token> Model::Tokenize(std::string_view text, bool special) const {
   return impl_->tokenizer.Tokenize(text, special);

@@ -32,6 +32,8 @@ struct Model::Impl {
   mutable Weights weights;  // changed by GraphWeights only
   Tokenizer tokenizer;
   ModelInfo info;
+  mutable std::once_flag fingerprint_once;
+  mutable std::string fingerprint;
   mutable std::once_flag repack_once;
 };
 

@@ -13,6 +13,7 @@
 #include "fathom/error.h"
 #include "fathom/stats.h"
 #include "fathom/types.h"
+#include "memory/state_stream.h"
 
 namespace fathom {
 namespace {
@@ -189,6 +190,21 @@ Basis KltBasis(const Moments& keys, const SecondMoment& queries) {
   }
   basis.query_map = basis.key_map;
   return basis;
+}
+
+void Basis::Save(StateWriter* out) const {
+  out->PutAll(center);
+  out->PutAll(key_map);
+  out->PutAll(query_map);
+}
+
+void Basis::Load(StateReader* in, std::int32_t channels) {
+  const auto n = static_cast<std::size_t>(channels);
+  dim = channels;
+  center = in->GetAll<float>(n);
+  key_map = in->GetAll<float>();
+  query_map = in->GetAll<float>(key_map.size());
+  if (!key_map.empty() && key_map.size() != n * n) in->Fail("a basis is not square");
 }
 
 }  // namespace fathom

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "fathom/stats.h"
+#include "memory/state_stream.h"
 
 namespace fathom {
 
@@ -62,6 +63,21 @@ std::vector<float> QuerySamples::OfGroup(std::int32_t kv_head, std::int32_t grou
     std::copy_n(query(i) + offset, width, out);
   }
   return q;
+}
+
+void QuerySamples::Save(StateWriter* out) const {
+  out->Put(n_heads_);
+  out->Put(head_dim_);
+  out->PutAll(positions_);
+  out->PutAll(queries_);
+}
+
+void QuerySamples::Load(StateReader* in) {
+  in->GetIn(n_heads_, n_heads_);
+  in->GetIn(head_dim_, head_dim_);
+  positions_ = in->GetAll<std::int64_t>();
+  if (!std::ranges::is_sorted(positions_)) in->Fail("positions of queries are not ascending");
+  queries_ = in->GetAll<float>(positions_.size() * sample_floats());
 }
 
 }  // namespace fathom

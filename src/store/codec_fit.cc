@@ -10,6 +10,7 @@
 
 #include "base/half.h"
 #include "memory/aligned_buffer.h"
+#include "memory/state_stream.h"
 #include "store/layout.h"
 
 namespace fathom {
@@ -287,6 +288,12 @@ MeanCodec FitCodec(BlockReader& reader, std::int64_t first, std::int64_t n_block
   }
   codec.weight = sums.FitWeights();
   return codec;
+}
+
+void CodecSums::Save(StateWriter* out) const { out->PutAll(channels_); }
+
+void CodecSums::Load(StateReader* in, std::int32_t head_dim) {
+  channels_ = in->GetAll<Channel>(static_cast<std::size_t>(head_dim));
 }
 
 }  // namespace fathom

@@ -14,6 +14,9 @@
 
 namespace fathom {
 
+class StateReader;
+class StateWriter;
+
 // Blocks of keys of one KV head, centred and in the basis of the index.
 class BlockReader {
  public:
@@ -47,6 +50,10 @@ class CodecSums {
   std::vector<float> FitWeights() const;
   // Sums of squared errors [kLevels][D] of all levels, decoded with `weight`.
   std::vector<double> Errors(const std::vector<float>& weight) const;
+
+  void Save(StateWriter* out) const;
+  // Throws Error(kCorrupt).
+  void Load(StateReader* in, std::int32_t head_dim);
 
  private:
   struct Channel {

@@ -7,6 +7,7 @@
 
 #include "fathom/store.h"
 #include "memory/aligned_buffer.h"
+#include "memory/state_stream.h"
 #include "store/codec_fit.h"
 #include "store/layout.h"
 
@@ -38,6 +39,7 @@ struct HeadIndex::Built {
 struct HeadIndex::Segment {
   std::byte* bytes = nullptr;  // planes, then means or scales; of `own` or of Built
   AlignedBuffer own;
+  std::uint64_t id = 0;        // of the piece that it was stored as; 0 while it may change
   CodecSums sums;              // of the last segment; released when the segment is closed
   std::vector<double> errors;  // [kLevels][D] summed squared errors; of closed segments only
 };
@@ -121,7 +123,7 @@ void HeadIndex::PackBlocks(const Half* rows, std::int64_t n_blocks, const Backen
 void HeadIndex::AddSegment(std::int32_t table) {
   Segment segment;
   const auto size = static_cast<std::size_t>(shape_.SegmentBytes());
-  if (segments_.size() < built_->n_segments) {
+  if (built_ != nullptr && segments_.size() < built_->n_segments) {
     segment.bytes = built_->bytes.data() + segments_.size() * size;
     std::memset(segment.bytes, 0, size);  // it may have held a segment that was cut off
   } else {
@@ -202,7 +204,9 @@ void HeadIndex::Truncate(const Half* rows, std::int64_t n_blocks) {
   const std::int64_t last = (n_blocks - 1) / shape_.segment_blocks;
   segments_.erase(segments_.begin() + last + 1, segments_.end());
   views_.erase(views_.begin() + last + 1, views_.end());
-  views_.back().n_blocks = static_cast<std::int32_t>(n_blocks - last * shape_.segment_blocks);
+  const auto kept = static_cast<std::int32_t>(n_blocks - last * shape_.segment_blocks);
+  if (kept < views_.back().n_blocks) segments_.back().id = 0;
+  views_.back().n_blocks = kept;
   n_blocks_ = n_blocks;
   if (!tracks()) return;
   if (shape_.codec == Codec::kMean)
@@ -216,6 +220,61 @@ void HeadIndex::Truncate(const Half* rows, std::int64_t n_blocks) {
   }
   std::ranges::fill(closed_errors_, 0.0);
   for (std::size_t s = 0; s + 1 < segments_.size(); ++s) AddTo(closed_errors_, segments_[s].errors);
+}
+
+void HeadIndex::Save(StateWriter* out) {
+  out->Put<std::int64_t>(n_blocks_);
+  out->Put<std::uint64_t>(codecs_.size());
+  for (const MeanCodec& codec : codecs_) {
+    out->PutAll(codec.mean_step);
+    out->PutAll(codec.range);
+    out->PutAll(codec.weight);
+  }
+  const auto size = static_cast<std::size_t>(shape_.SegmentBytes());
+  for (std::size_t s = 0; s < segments_.size(); ++s) {
+    out->Put<std::int32_t>(views_[s].table);
+    const std::span<const std::byte> bytes(segments_[s].bytes, size);
+    views_[s].n_blocks == shape_.segment_blocks ? out->PutSealed(&segments_[s].id, bytes)
+                                                : out->PutOpen(bytes);
+    out->PutAll(segments_[s].errors);
+  }
+  out->PutAll(closed_errors_);
+  if (tracks() && !segments_.empty()) segments_.back().sums.Save(out);
+}
+
+void HeadIndex::Load(StateReader* in) {
+  assert(n_blocks_ == 0);
+  constexpr std::int64_t kMostBlocks = std::int64_t{1} << 40;
+  const auto dim = static_cast<std::size_t>(shape_.head_dim);
+  const auto n_blocks = in->GetIn<std::int64_t>(0, kMostBlocks);
+  const auto n_segments = (n_blocks + shape_.segment_blocks - 1) / shape_.segment_blocks;
+  const auto n_codecs = in->GetIn<std::uint64_t>(
+      0, static_cast<std::uint64_t>(std::max<std::int64_t>(n_segments, 1)));
+  for (std::uint64_t c = 0; c < n_codecs; ++c) {
+    codecs_.push_back({in->GetAll<float>(dim), in->GetAll<float>(dim),
+                       in->GetAll<float>(dim * kPlanes * kPlanes)});
+  }
+  const std::size_t plane_bytes = layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks);
+  const std::size_t n_errors = static_cast<std::size_t>(kLevels) * dim;
+  for (std::int64_t s = 0; s < n_segments; ++s) {
+    const bool last = s + 1 == n_segments;
+    SegmentView view;
+    view.table = in->GetIn<std::int32_t>(0, n_codecs == 0 ? 0 : static_cast<int>(n_codecs) - 1);
+    view.n_blocks = static_cast<std::int32_t>(last ? n_blocks - s * shape_.segment_blocks
+                                                   : shape_.segment_blocks);
+    Segment segment;
+    segment.bytes =
+        in->GetPiece(static_cast<std::size_t>(shape_.SegmentBytes()), &segment.id).data();
+    segment.errors = in->GetAll<double>(tracks() && !last ? n_errors : 0);
+    view.planes = reinterpret_cast<std::uint64_t*>(segment.bytes);
+    view.side = reinterpret_cast<std::uint8_t*>(segment.bytes + plane_bytes);
+    segments_.push_back(std::move(segment));
+    views_.push_back(view);
+  }
+  closed_errors_ = in->GetAll<double>();
+  if (closed_errors_.size() != n_errors && !closed_errors_.empty()) in->Fail("sums of errors");
+  if (tracks() && n_segments > 0) segments_.back().sums.Load(in, shape_.head_dim);
+  n_blocks_ = n_blocks;
 }
 
 void HeadIndex::Clear() {

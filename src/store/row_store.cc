@@ -46,6 +46,11 @@ std::int64_t CheckedBytes(std::int32_t n_layers, const HeadGeometry& g, std::int
   return per_token * capacity;
 }
 
+// 64 rows are a multiple of 4 KiB, so that blocks can be mapped from files.
+std::int64_t WholeBlocks(std::int64_t n_tokens) {
+  return (n_tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+}
+
 // Huge pages waste up to 2 MiB per KV head while a session is short; worth it where a full head is
 // many times that.
 bool WantsHugePages(const HeadGeometry& g, std::int64_t capacity) {
@@ -56,9 +61,11 @@ bool WantsHugePages(const HeadGeometry& g, std::int64_t capacity) {
 }  // namespace
 
 RowStore::RowStore(std::int32_t n_layers, HeadGeometry geometry, std::int64_t capacity)
-    : n_layers_(n_layers), geometry_(geometry), capacity_(capacity) {
+    : n_layers_(n_layers), geometry_(geometry), capacity_(capacity), stride_(capacity) {
   CheckGeometry(n_layers, geometry, capacity);
-  const auto bytes = static_cast<std::size_t>(CheckedBytes(n_layers, geometry, capacity));
+  CheckedBytes(n_layers, geometry, capacity);
+  stride_ = WholeBlocks(capacity);
+  const auto bytes = static_cast<std::size_t>(CheckedBytes(n_layers, geometry, stride_));
   memory_ = std::make_unique<Reservation>(bytes, WantsHugePages(geometry, capacity));
 }
 
@@ -79,9 +86,28 @@ void RowStore::Write(std::int32_t layer, std::int64_t first, std::int64_t n, con
   }
 }
 
+void RowStore::Map(std::int64_t first, std::int64_t n, std::int64_t stride, int file,
+                   std::int64_t offset) {
+  assert(first >= 0 && n >= 0 && n <= stride);
+  assert(first % kBlockTokens == 0 && stride % kBlockTokens == 0);
+  if (first + n > capacity_) {
+    throw Error(ErrorCode::kUsage, std::to_string(first + n) + " tokens do not fit a store of " +
+                                       std::to_string(capacity_));
+  }
+  const std::int64_t row = RowHalves(geometry_) * static_cast<std::int64_t>(sizeof(Half));
+  const std::int64_t bytes = WholeBlocks(n) * row;
+  for (std::int32_t layer = 0; layer < n_layers_; ++layer) {
+    for (std::int32_t h = 0; h < geometry_.n_kv_heads; ++h, offset += stride * row) {
+      if (bytes == 0) continue;
+      memory_->MapFile(reinterpret_cast<std::byte*>(head(layer, h) + first * RowHalves(geometry_)),
+                       static_cast<std::size_t>(bytes), file, offset);
+    }
+  }
+}
+
 Half* RowStore::head(std::int32_t layer, std::int32_t kv_head) const {
   const std::int64_t index = std::int64_t{layer} * geometry_.n_kv_heads + kv_head;
-  return reinterpret_cast<Half*>(memory_->data()) + index * capacity_ * RowHalves(geometry_);
+  return reinterpret_cast<Half*>(memory_->data()) + index * stride_ * RowHalves(geometry_);
 }
 
 const Half* RowStore::rows(std::int32_t layer, std::int32_t kv_head) const {

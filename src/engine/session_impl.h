@@ -1,0 +1,67 @@
+// SPDX-License-Identifier: MIT
+// The inside of a Session, for the other files of this module.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "engine/query_sampling.h"
+#include "fathom/session.h"
+
+namespace fathom {
+
+struct Session::Impl {
+  Impl(std::shared_ptr<const Model> session_model, const SessionOptions& session_options)
+      : model(std::move(session_model)),
+        options(session_options),
+        backend(MakeBackend(options.backend, options.n_threads)),
+        runner(model, backend->n_threads()),
+        rows(model->info().n_layers, model->info().heads, options.ctx_size) {
+    ClearQueries();
+    method = NewMethod(options.method);
+  }
+
+  void ClearQueries() {
+    const QuerySamples none(model->info().heads.n_heads, model->info().heads.head_dim);
+    queries.assign(static_cast<std::size_t>(model->info().n_layers), {none, none});
+    query_strides.assign(queries.size(), kFirstStride);
+  }
+
+  std::unique_ptr<Method> NewMethod(const std::string& spec) const {
+    return MakeMethod(
+        MethodSpec::Parse(spec),
+        {&rows, backend.get(), &queries, model->info().has_qk_norm, options.calibration.get()});
+  }
+
+  void CheckRoom(std::int64_t n) const;
+  void PrefillChunk(std::span<const Token> chunk, bool want_logits);
+  void PrefillAttention(std::int32_t layer, std::int64_t n, bool want_logits, const float* q,
+                        const float* k, const float* v, float* out);
+  void SampleQueries(std::int32_t layer, std::int64_t first, std::int64_t n, const float* q);
+
+  // What rows and method may lie in: mapped files of a stored session.
+  std::shared_ptr<void> mapped;
+  std::shared_ptr<const Model> model;
+  SessionOptions options;
+  std::unique_ptr<Backend> backend;
+  Runner runner;
+  RowStore rows;
+  // Sampled from all prefills. An index keeps the statistics it was made with.
+  std::vector<LayerQueries> queries;
+  std::vector<std::int64_t> query_strides;  // of LayerQueries::samples
+  std::unique_ptr<Method> method;
+  std::vector<Token> tokens;
+  std::span<const float> logits;
+  std::vector<float> restored_logits;  // what `logits` shows after resuming
+  SessionTimes times;
+  // For StoredSession: how many of the first tokens are as they were saved or resumed last, and
+  // what changes whenever the sampled queries do.
+  std::int64_t stored_tokens = 0;
+  std::uint64_t queries_version = 1;
+};
+
+}  // namespace fathom
