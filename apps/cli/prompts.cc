@@ -93,4 +93,25 @@ std::int64_t SharedTokens(const std::vector<std::vector<Token>>& prompts) {
   return shared;
 }
 
+std::int64_t DocumentTokens(const Model& model, const std::string& document,
+                            const std::string& question, bool chat,
+                            const std::vector<Token>& prompt) {
+  // A question that begins in another way, behind the end of the document: tokens depend on text
+  // nearby alone. Where that is not so after all, behind all of it.
+  constexpr std::size_t kEnd = 4096;  // bytes
+  const std::string other = question.starts_with('1') ? "?" : "1";
+  std::size_t from = document.size() > kEnd ? document.size() - kEnd : 0;
+  while (from > 0 && from < document.size() &&
+         (static_cast<unsigned char>(document[from]) & 0xC0) == 0x80) {
+    ++from;
+  }
+  for (;; from = 0) {
+    const auto both = BuildPrompts(model, document.substr(from), {question, other}, chat);
+    const auto rest = static_cast<std::int64_t>(both.front().size()) - SharedTokens(both);
+    const bool same = static_cast<std::size_t>(rest) <= prompt.size() &&
+                      std::equal(prompt.end() - rest, prompt.end(), both.front().end() - rest);
+    if (same || from == 0) return static_cast<std::int64_t>(prompt.size()) - rest;
+  }
+}
+
 }  // namespace fathom::cli

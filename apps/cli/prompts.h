@@ -33,4 +33,10 @@ std::vector<Token> ReadTokens(const Model& model, const std::string& file, std::
 // something left to feed.
 std::int64_t SharedTokens(const std::vector<std::vector<Token>>& prompts);
 
+// How many tokens of `prompt`, which BuildPrompts made of document and question, do not depend on
+// the question.
+std::int64_t DocumentTokens(const Model& model, const std::string& document,
+                            const std::string& question, bool chat,
+                            const std::vector<Token>& prompt);
+
 }  // namespace fathom::cli

@@ -115,7 +115,7 @@ Answer AskOne(Session& session, const RunOptions& options, const std::string& qu
   return answer;
 }
 
-// The answers of one method to prompts that begin with the session's tokens.
+// The answers of one method to prompts, the first of which begins with the session's tokens.
 MethodRun AskAll(Session& session, const RunOptions& options,
                  const std::vector<std::vector<Token>>& prompts, std::int64_t shared, bool announce,
                  KeptSession* kept) {
@@ -125,15 +125,16 @@ MethodRun AskAll(Session& session, const RunOptions& options,
   session.ResetTimes();
   session.BuildIndex();
   run.index_s = session.times().index_s;
-  if (kept != nullptr) kept->Save(session);
+  if (kept != nullptr) kept->SaveNew(session);
   if (announce && !options.json) WriteOut("== " + run.label + "\n");
   for (std::size_t i = 0; i < prompts.size() && !Interrupted(); ++i) {
     if (prompts.size() > 1 && !options.json) {
       WriteOut("> " + options.prompts[i] + "\n");
     }
     const std::string question = options.prompts.empty() ? "" : options.prompts[i];
+    const std::span<const Token> prompt = prompts[i];
     run.answers.push_back(AskOne(session, options, question,
-                                 std::span(prompts[i]).subspan(static_cast<std::size_t>(shared)),
+                                 prompt.subspan(static_cast<std::size_t>(session.n_tokens())),
                                  kept));
     run.index_bytes = session.method().MemoryBytes();
     if (i + 1 < prompts.size()) session.Truncate(shared);
@@ -207,8 +208,8 @@ RunInputs Prepare(const RunOptions& options) {
   in.shared = SharedTokens(in.prompts);
   if (in.kept == nullptr) return in;
   // The index is of the document alone, so that it serves other questions too.
-  in.shared =
-      std::min(in.shared, SharedTokens(BuildPrompts(*in.model, in.document, {"1", "?"}, in.chat)));
+  in.shared = std::min(in.shared, DocumentTokens(*in.model, in.document, questions.front(), in.chat,
+                                                 in.prompts.front()));
   in.reused = in.kept->Reuse(in.prompts.front(), in.shared);
   return in;
 }
@@ -238,8 +239,6 @@ void AnswerAll(Session& session, const RunOptions& options, RunInputs& in, RunRe
   if (session.n_tokens() < in.shared) {
     PrefillWithProgress(session, shared.subspan(static_cast<std::size_t>(session.n_tokens())),
                         in.kept.get());
-  } else {
-    session.Truncate(in.shared);
   }
   report->prefill = session.times();
   const bool compares = !options.compare.empty();

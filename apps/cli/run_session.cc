@@ -12,6 +12,9 @@
 namespace fathom::cli {
 namespace {
 
+// An index that was there is "made" in less; saving one that was made so fast again costs little.
+constexpr double kQuick = 0.05;
+
 double Seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -107,6 +110,10 @@ void KeptSession::Save(Session& session) {
   report_.save_s += saved_at_ - start;
   report_.saved_tokens = session.n_tokens();
   report_.bytes = folder_.Info(options_.session).bytes;
+}
+
+void KeptSession::SaveNew(Session& session) {
+  if (session.n_tokens() > report_.reused_tokens || session.times().index_s > kQuick) Save(session);
 }
 
 void KeptSession::WaitVerified() {

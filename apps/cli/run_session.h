@@ -35,6 +35,8 @@ class KeptSession {
   // options.session_checkpoint seconds.
   void Checkpoint(Session& session);
   void Save(Session& session);
+  // Saves what a crash must not lose: a prefill, or an index that was made.
+  void SaveNew(Session& session);
   // Before anything is shown that came out of what was on disk.
   void WaitVerified();
 

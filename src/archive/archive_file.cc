@@ -158,6 +158,22 @@ ArchiveMapping::~ArchiveMapping() {
   close(file_);
 }
 
+std::uint64_t ArchiveMapping::ChecksumOfFile(const std::function<void()>& on_part) const {
+  constexpr std::size_t kPart = std::size_t{2} << 20;
+  XXH3_state_t hash;
+  XXH3_64bits_reset(&hash);
+  for (std::size_t at = 0; at < size_; at += kPart) {
+    const std::size_t n = std::min(kPart, size_ - at);
+    on_part();
+#ifdef MADV_POPULATE_READ
+    // One call instead of a fault for every few pages; a kernel that does not know it faults.
+    static_cast<void>(madvise(data_ + at, n, MADV_POPULATE_READ));
+#endif
+    XXH3_64bits_update(&hash, data_ + at, n);
+  }
+  return XXH3_64bits_digest(&hash);
+}
+
 ChecksumReader::ChecksumReader(const std::filesystem::path& path)
     : path_(path), buffer_(4 * kBuffer), hash_(std::make_unique<Hash>()) {
   XXH3_64bits_reset(&hash_->state);

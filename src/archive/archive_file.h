@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -70,6 +71,9 @@ class ArchiveMapping {
   int file() const { return file_; }
   // Behind the header page.
   std::span<std::byte> data() const { return {data_ + kArchivePage, size_ - kArchivePage}; }
+  // Of the whole file as it is mapped; nobody may have written to that. on_part: called now and
+  // then, may throw.
+  std::uint64_t ChecksumOfFile(const std::function<void()>& on_part) const;
 
  private:
   int file_ = -1;

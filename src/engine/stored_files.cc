@@ -105,7 +105,8 @@ void Verification::Wait() {
 }
 
 void Verification::Check(const fs::path& session, const ArchivedFile& file) {
-  const std::uint64_t checksum = FileChecksum(session / file.name(), [this](std::int64_t) {
+  const ArchiveMapping mapping(session / file.name(), file.kind, file.digest.bytes);
+  const std::uint64_t checksum = mapping.ChecksumOfFile([this] {
     if (stop_) throw Stopped();
   });
   if (checksum != file.digest.checksum) ThrowDamaged(session / file.name());

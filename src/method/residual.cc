@@ -22,7 +22,7 @@ ValueMeans::ValueMeans(std::int32_t head_dim, ResidualRule rule)
 void ValueMeans::MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t skip) {
   assert(n_tokens % kBlockTokens == 0 && skip < kBlockTokens);
   if (n_tokens == n_tokens_) return;
-  if (n_tokens < n_tokens_) Clear();
+  Truncate(n_tokens);
   const std::size_t dim = Size(dim_);
   std::vector<float> mean(dim);
   std::vector<float> value(dim);
@@ -35,6 +35,9 @@ void ValueMeans::MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t sk
       for (std::size_t d = 0; d < dim; ++d) sum[d] += value[d];
     }
     for (std::size_t d = 0; d < dim; ++d) total_[d] += sum[d];
+    if ((n_tokens_ / kBlockTokens + 1) % kCheckpointBlocks == 0) {
+      checkpoint_.insert(checkpoint_.end(), total_.begin(), total_.end());
+    }
     if (rule_ != ResidualRule::kBlock) continue;
     for (std::size_t d = 0; d < dim; ++d) {
       mean[d] = static_cast<float>(sum[d] / static_cast<double>(counted));
@@ -56,6 +59,7 @@ void ValueMeans::Save(StateWriter* out) const {
   out->Put(n_tokens_);
   out->PutAll(block_mean_);
   out->PutAll(total_);
+  out->PutAll(checkpoint_);
   out->PutAll(mean_);
   out->Put<std::uint8_t>(is_finite_ ? 1 : 0);
 }
@@ -66,14 +70,27 @@ void ValueMeans::Load(StateReader* in) {
   const std::int64_t halves = Bytes(dim_, rule_, n_tokens_) / std::int64_t{sizeof(Half)};
   block_mean_ = in->GetAll<Half>(static_cast<std::size_t>(halves));
   total_ = in->GetAll<double>(dim);
+  checkpoint_ = in->GetAll<double>(
+      static_cast<std::size_t>(n_tokens_ / kBlockTokens / kCheckpointBlocks) * dim);
   mean_ = in->GetAll<float>(dim);
   is_finite_ = in->GetIn<std::uint8_t>(0, 1) != 0;
 }
 
+void ValueMeans::Truncate(std::int64_t n_tokens) {
+  if (n_tokens >= n_tokens_) return;
+  const std::int64_t kept = n_tokens / kBlockTokens / kCheckpointBlocks;
+  n_tokens_ = kept * kCheckpointBlocks * kBlockTokens;
+  checkpoint_.resize(Size(kept) * total_.size());
+  if (kept > 0) {
+    std::copy(checkpoint_.end() - dim_, checkpoint_.end(), total_.begin());
+  } else {
+    std::ranges::fill(total_, 0.0);
+  }
+  if (rule_ == ResidualRule::kBlock) block_mean_.resize(Size(n_tokens_ / kBlockTokens * dim_));
+}
+
 void ValueMeans::Clear() {
-  n_tokens_ = 0;
-  block_mean_.clear();
-  std::ranges::fill(total_, 0.0);
+  Truncate(0);
   FindMean(0);
 }
 

@@ -35,9 +35,12 @@ class ValueMeans {
   ValueMeans(std::int32_t head_dim, ResidualRule rule);
 
   // Makes the means those of tokens skip .. n_tokens - 1; n_tokens is a whole number of blocks and
-  // skip (the sinks) always the same. Reads the rows of blocks that are new, or of all when it goes
-  // back. rows: [..][2][D].
+  // skip (the sinks) always the same. Reads the rows of blocks that are new; going back, of at most
+  // kCheckpointBlocks. rows: [..][2][D].
   void MoveTo(const Half* rows, std::int64_t n_tokens, std::int64_t skip);
+  // Forgets blocks that hold tokens from n_tokens on, and up to kCheckpointBlocks - 1 before them,
+  // which the next MoveTo reads again: then all is as if they had never been seen.
+  void Truncate(std::int64_t n_tokens);
   void Clear();
   void Save(StateWriter* out) const;
   // Throws Error(kCorrupt) where it is not of the same head_dim and rule.
@@ -62,6 +65,8 @@ class ValueMeans {
   std::int64_t n_tokens() const { return n_tokens_; }
 
  private:
+  static constexpr std::int64_t kCheckpointBlocks = 64;
+
   void FindMean(std::int64_t skip);
 
   std::int32_t dim_;
@@ -69,6 +74,8 @@ class ValueMeans {
   std::int64_t n_tokens_ = 0;
   std::vector<Half> block_mean_;  // [n_tokens / 64][D]
   std::vector<double> total_;     // [D] sum of the values of tokens skip .. n_tokens - 1
+  // total_ after every kCheckpointBlocks blocks, [n_blocks / kCheckpointBlocks][D].
+  std::vector<double> checkpoint_;
   std::vector<float> mean_;       // [D]
   bool is_finite_ = true;
 };

@@ -469,7 +469,7 @@ void SparseMethod::Truncate(std::int64_t n_tokens) {
   max_tokens_ = std::min(max_tokens_, n_tokens);
   const bool refit = n_tokens < fitted_tokens_;
   for (ValueMeans& values : values_) {
-    if (refit || values.n_tokens() > n_tokens) values.Clear();
+    refit ? values.Clear() : values.Truncate(n_tokens / kBlockTokens * kBlockTokens);
   }
   if (refit) {
     std::ranges::fill(fitted_, 0);
