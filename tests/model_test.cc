@@ -436,5 +436,52 @@ TEST(RunnerTest, ModelsAreSharedBetweenThreads) {
   EXPECT_EQ(results[0], results[2]);
 }
 
+// Sessions must not be mixed: everything that changes what a model computes changes its
+// fingerprint, and nothing else does.
+TEST(ModelFingerprint, FollowsMeaningNotNames) {
+  const std::string plain = OpenTiny()->fingerprint();
+  EXPECT_EQ(plain.size(), 32U);
+  EXPECT_EQ(OpenTiny()->fingerprint(), plain);
+  EXPECT_NE(Bundled()->fingerprint(), plain);
+  const auto edited = [](const std::function<void(gguf_context*)>& edit) {
+    TinyModel spec;
+    spec.edit = edit;
+    return OpenTiny(spec)->fingerprint();
+  };
+  EXPECT_EQ(edited([](gguf_context* g) { gguf_set_val_str(g, "general.name", "another"); }), plain);
+  EXPECT_NE(edited([](gguf_context* g) { gguf_set_val_f32(g, "llama.rope.freq_base", 20000); }),
+            plain);
+  EXPECT_NE(edited([](gguf_context* g) {
+              gguf_set_val_str(g, "llama.rope.scaling.type", "linear");
+              gguf_set_val_f32(g, "llama.rope.scaling.factor", 2);
+            }),
+            plain);
+  EXPECT_NE(
+      edited([](gguf_context* g) { gguf_set_val_u32(g, "tokenizer.ggml.eos_token_id", 258); }),
+      plain);
+  const char* merges[] = {"e h"};
+  EXPECT_NE(
+      edited([&](gguf_context* g) { gguf_set_arr_str(g, "tokenizer.ggml.merges", merges, 1); }),
+      plain);
+  TinyModel biased;
+  biased.other_biases = true;
+  EXPECT_NE(OpenTiny(biased)->fingerprint(), plain);
+  TinyModel halves;
+  halves.type = GGML_TYPE_F16;
+  EXPECT_NE(OpenTiny(halves)->fingerprint(), plain);
+}
+
+TEST(ModelFingerprint, FollowsTheWeights) {
+  const ScratchDir dir;
+  const std::string path = dir.File("model.gguf");
+  ASSERT_TRUE(WriteTinyModel({}, path));
+  const std::string before = Model::Open(path)->fingerprint();
+  std::fstream file(path, std::ios::in | std::ios::out | std::ios::binary);
+  file.seekp(-5, std::ios::end);
+  file.put('x');
+  file.close();
+  EXPECT_NE(Model::Open(path)->fingerprint(), before);
+}
+
 }  // namespace
 }  // namespace fathom::testing

@@ -330,6 +330,8 @@ TEST_F(StoredSessionForged, AnotherModelIsRefusedWithTheReason) {
   EXPECT_NE(error.find("bf16"), std::string::npos) << error;
   error = ErrorOf(another("block", "128"), ErrorCode::kUsage);
   EXPECT_NE(error.find("128"), std::string::npos) << error;
+  error = ErrorOf(another("statistics", "of 5 tokens, 7"), ErrorCode::kUsage);
+  EXPECT_NE(error.find("of 5 tokens, 7, not own"), std::string::npos) << error;
   error = ErrorOf([](Manifest& m) { m.fingerprint.erase("rope"); }, ErrorCode::kUsage);
   EXPECT_NE(error.find("nothing"), std::string::npos) << error;
 }
@@ -455,6 +457,15 @@ TEST_F(StoredSessionTest, ABudgetThatIsTooSmallIsSaidBeforehand) {
     EXPECT_EQ(error.code(), ErrorCode::kUsage);
     EXPECT_NE(std::string(error.what()).find("budget of 1048576"), std::string::npos)
         << error.what();
+  }
+  SessionFolder unlimited(dir_.path() / "large");
+  StoredSession huge(unlimited, "a", model);
+  try {
+    huge.CheckSpace(MethodSpec::Parse("dense"), std::int64_t{1} << 40);
+    FAIL();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::kNoMemory);
+    EXPECT_NE(std::string(error.what()).find("bytes on disk"), std::string::npos) << error.what();
   }
   EXPECT_THROW(stored.CheckSpace(MethodSpec::Parse(test::kScriptMethod), std::int64_t{1} << 40),
                Error);

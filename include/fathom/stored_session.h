@@ -50,8 +50,9 @@ class StoredSession {
   // A session of these options with all that was saved. Once per object. Small files are checked at
   // once, rows and planes in the background: see WaitVerified. options.method empty: the method it
   // was saved with. With another one, its index is made anew when BuildIndex is called.
-  // Throws Error(kUsage) when it belongs to another model or its tokens exceed ctx_size, naming
-  // both; Error(kCorrupt), Error(kUnsupported) for its files.
+  // Throws Error(kUsage) when its tokens exceed ctx_size or it was made with other statistics,
+  // naming both; Error(kNoMemory) when what may still be added does not fit the memory;
+  // Error(kCorrupt), Error(kUnsupported) for its files.
   std::unique_ptr<Session> Resume(SessionOptions options);
 
   // Waits until the checksums of all that was mapped have been compared; throws Error(kCorrupt)

@@ -26,8 +26,16 @@ std::string SizeText(std::int64_t bytes) {
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " " + units.at(unit);
 }
 
-void CheckMemory(const ModelInfo& model, const MethodSpec& method, const SessionOptions& options) {
-  const SessionMemory need = EstimateMemory(model, method, options.ctx_size, options.chunk);
+}  // namespace
+
+void CheckSessionMemory(const ModelInfo& model, const MethodSpec& method,
+                        const SessionOptions& options, std::int64_t mapped_tokens) {
+  SessionMemory need = EstimateMemory(model, method, options.ctx_size, options.chunk);
+  const SessionMemory mapped = EstimateMemory(model, method, mapped_tokens, options.chunk);
+  if (mapped_tokens > 0) {
+    need.rows_bytes -= mapped.rows_bytes;
+    need.index_bytes -= mapped.index_bytes;
+  }
   // The mapped weights are counted as needed: they must stay in the page cache for decode to be
   // fast.
   if (need.total() <= need.available_bytes) return;
@@ -39,8 +47,6 @@ void CheckMemory(const ModelInfo& model, const MethodSpec& method, const Session
                   SizeText(need.available_bytes) +
                   " available; choose a shorter context (-c) or a smaller model");
 }
-
-}  // namespace
 
 void Session::Impl::CheckRoom(std::int64_t n) const {
   const std::int64_t need = static_cast<std::int64_t>(tokens.size()) + n;
@@ -123,7 +129,7 @@ Session::Session(std::shared_ptr<const Model> model, const SessionOptions& optio
   if (checked.calibration) checked.calibration->Check(model->info().n_layers, model->info().heads);
   const MethodSpec method = MethodSpec::Parse(checked.method);
   ValidateMethodSpec(method);
-  if (checked.check_memory) CheckMemory(model->info(), method, checked);
+  if (checked.check_memory) CheckSessionMemory(model->info(), method, checked, 0);
   impl_ = std::make_unique<Impl>(std::move(model), checked);
 }
 

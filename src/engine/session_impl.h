@@ -64,4 +64,9 @@ struct Session::Impl {
   std::uint64_t queries_version = 1;
 };
 
+// Throws Error(kNoMemory), saying how much a session needs and what there is, unless
+// options.ctx_size tokens fit the memory; mapped_tokens of them lie in files.
+void CheckSessionMemory(const ModelInfo& model, const MethodSpec& method,
+                        const SessionOptions& options, std::int64_t mapped_tokens);
+
 }  // namespace fathom

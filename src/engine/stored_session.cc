@@ -43,6 +43,18 @@ std::map<std::string, std::string> FingerprintOf(const Model& model) {
           {"block", std::to_string(kBlockTokens)}};
 }
 
+// What tells statistics of files apart; "own" without.
+std::string StatisticsOf(const Calibration* calibration) {
+  if (calibration == nullptr) return "own";
+  std::uint64_t sum = 0;
+  for (const HeadMoments& head : calibration->moments) {
+    for (const auto* part : {&head.key_mean, &head.key_covariance, &head.query_moment}) {
+      sum = sum * 31 + Checksum(std::as_bytes(std::span(*part)));
+    }
+  }
+  return "of " + std::to_string(calibration->n_tokens) + " tokens, " + std::to_string(sum);
+}
+
 std::string ModelName(const ModelInfo& info) {
   return info.name.empty() ? fs::path(info.path).filename().string() : info.name;
 }
@@ -216,6 +228,22 @@ std::unique_ptr<Session> StoredSession::Resume(SessionOptions options) {
                                        "; use -c " + std::to_string(n_tokens) +
                                        " or more, or truncate it (fathom session truncate)");
   }
+  const auto made_with = impl_->manifest.fingerprint.find("statistics");
+  if (const std::string statistics = StatisticsOf(options.calibration.get());
+      made_with == impl_->manifest.fingerprint.end() || made_with->second != statistics) {
+    throw Error(
+        ErrorCode::kUsage,
+        "session '" + impl_->name + "' was made with other statistics (" +
+            (made_with == impl_->manifest.fingerprint.end() ? "unknown" : made_with->second) +
+            ", not " + statistics + "); give the --stats-file that it was made with, or none");
+  }
+  // What is mapped need not fit the memory.
+  if (options.check_memory) {
+    SessionOptions whole = options;
+    whole.ctx_size = ctx;
+    CheckSessionMemory(impl_->model->info(), MethodSpec::Parse(options.method), whole, n_tokens);
+    options.check_memory = false;
+  }
   auto session = std::make_unique<Session>(impl_->model, options);
   impl_->Restore(*session);
   return session;
@@ -316,6 +344,7 @@ Manifest StoredSession::Impl::SaveFiles(Session::Impl& session,
                                         PieceFile::Places* new_places) const {
   Manifest next = manifest;
   next.method = session.method->spec();
+  next.fingerprint["statistics"] = StatisticsOf(session.options.calibration.get());
   next.n_tokens = next.saved_tokens = static_cast<std::int64_t>(session.tokens.size());
   next.files = SaveRows(session, &next.next_number);
   const ArchivedFile* queries = manifest.Find(ArchiveKind::kQueries);
