@@ -72,10 +72,14 @@ TEST_F(SessionCli, PrefillsOnceAndGoesOn) {
   const json on = RunJson("--session doc");
   EXPECT_GE(on["session"]["saved_tokens"].get<int>(), turn["session"]["saved_tokens"].get<int>());
 
+  // Several turns in one run.
+  const json turns = RunJson("--session doc -p 'First?' -p 'Second?'");
+  EXPECT_EQ(turns["runs"][0]["answers"].size(), 2U);
+
   const json list = ListJson();
   ASSERT_EQ(list["sessions"].size(), 1U);
   EXPECT_EQ(list["sessions"][0]["name"], "doc");
-  EXPECT_EQ(list["sessions"][0]["n_tokens"], on["session"]["saved_tokens"]);
+  EXPECT_EQ(list["sessions"][0]["n_tokens"], turns["session"]["saved_tokens"]);
   EXPECT_EQ(Run("session verify doc" + Dir()).code, 0);
 }
 
@@ -95,6 +99,17 @@ TEST_F(SessionCli, LongerAndContradictingDocuments) {
   const test::ProgramResult replaced = Run(arguments + " --session-replace");
   EXPECT_EQ(replaced.code, 0) << replaced.err;
   EXPECT_NE(replaced.err.find("differs from session 'doc' from token"), std::string::npos);
+}
+
+TEST_F(SessionCli, AnotherMethodMakesItsOwnIndex) {
+  RunJson("-f " + document_ + " -p 'Why?' --session doc");
+  const test::ProgramResult other =
+      Run("run -m " + kModel + Dir() + "--method dense -n 4 -p 'And?' --session doc");
+  EXPECT_EQ(other.code, 0) << other.err;
+  EXPECT_NE(other.err.find("was kept with fathom:"), std::string::npos) << other.err;
+  // Without --method, the one it was kept with last.
+  const test::ProgramResult same = Run("run -m " + kModel + Dir() + "-n 4 -p 'And?' --session doc");
+  EXPECT_EQ(same.err.find("was kept with"), std::string::npos) << same.err;
 }
 
 TEST_F(SessionCli, ForkTruncateExportImportRemove) {

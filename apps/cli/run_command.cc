@@ -179,6 +179,7 @@ struct RunInputs {
   std::vector<std::vector<Token>> prompts;  // of all questions; of a conversation, the first
   std::int64_t shared = 0;                  // tokens that they begin with
   std::int64_t reused = 0;                  // of those, kept ones
+  std::int64_t more = 0;  // of a conversation, all that may follow the first answer
 };
 
 RunInputs Prepare(const RunOptions& options) {
@@ -197,6 +198,10 @@ RunInputs Prepare(const RunOptions& options) {
       in.prompts.front().insert(in.prompts.front().end(), next.begin(), next.end());
     }
     in.shared = in.reused = static_cast<std::int64_t>(in.kept->tokens().size());
+    for (std::size_t i = 1; i < questions.size(); ++i) {
+      in.more += options.predict +
+                 static_cast<std::int64_t>(NextTurn(*in.model, questions[i], in.chat).size());
+    }
     return in;
   }
   if (in.document.empty() && questions.front().empty()) {
@@ -220,7 +225,7 @@ SessionOptions MakeSessionOptions(const RunOptions& options, const RunInputs& in
   // All that is kept is there before some of it may go.
   if (in.kept != nullptr && options.ctx_size.empty()) {
     session.ctx_size =
-        std::max(session.ctx_size, static_cast<std::int64_t>(in.kept->tokens().size()));
+        std::max(session.ctx_size + in.more, static_cast<std::int64_t>(in.kept->tokens().size()));
   }
   session.backend = options.backend;
   session.method = options.method;
@@ -253,7 +258,8 @@ RunReport Execute(const RunOptions& options) {
   CheckOptions(options);
   RunInputs in = Prepare(options);
   const SessionOptions session_options = MakeSessionOptions(options, in);
-  const std::int64_t full = static_cast<std::int64_t>(in.prompts.front().size()) + options.predict;
+  const std::int64_t full =
+      static_cast<std::int64_t>(in.prompts.front().size()) + options.predict + in.more;
   const auto session = in.kept == nullptr ? std::make_unique<Session>(in.model, session_options)
                                           : in.kept->Open(session_options, in.reused,
                                                           std::min(full, session_options.ctx_size));

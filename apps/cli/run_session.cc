@@ -89,6 +89,10 @@ std::unique_ptr<Session> KeptSession::Open(SessionOptions session_options, std::
                  name.c_str());
   }
   auto session = stored_.Resume(std::move(session_options));
+  if (!stored_.method().empty() && session->method().spec() != stored_.method()) {
+    std::fprintf(stderr, "fathom: session '%s' was kept with %s; its index is made anew\n",
+                 options_.session.c_str(), stored_.method().c_str());
+  }
   if (reuse < session->n_tokens()) session->Truncate(reuse);
   report_.reused_tokens = reuse;
   report_.resume_s = Seconds() - begun_at_;
