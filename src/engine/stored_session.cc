@@ -365,7 +365,7 @@ Manifest StoredSession::Impl::SaveFiles(Session::Impl& session,
   out.PutAll(session.logits);
   next.has_index = session.method->Save(&out);
   next.files.push_back(WriteBytes(path, next.next_number++, ArchiveKind::kState, out.bytes()));
-  for (ArchivedFile& file : pieces.Finish(manifest.files)) next.files.push_back(std::move(file));
+  for (const ArchivedFile& file : pieces.Finish(manifest.files)) next.files.push_back(file);
   *new_places = pieces.places();
   return next;
 }

@@ -76,7 +76,7 @@ class ValueMeans {
   std::vector<double> total_;     // [D] sum of the values of tokens skip .. n_tokens - 1
   // total_ after every kCheckpointBlocks blocks, [n_blocks / kCheckpointBlocks][D].
   std::vector<double> checkpoint_;
-  std::vector<float> mean_;       // [D]
+  std::vector<float> mean_;  // [D]
   bool is_finite_ = true;
 };
 

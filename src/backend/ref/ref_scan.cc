@@ -102,7 +102,8 @@ void ScanIntegers(const ScanArgs& a, const ScanHead& head) {
 
 void RefBackend::Scan(const ScanArgs& a) const {
   for (const ScanHead& head : a.heads) {
-    if (head.scores == nullptr && a.codec == Codec::kMean) {
+    if (head.scores == nullptr) {
+      assert(a.codec == Codec::kMean);
       ScanIntegers(a, head);
       continue;
     }
