@@ -5,11 +5,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <functional>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "archive/archive_file.h"
@@ -143,6 +147,49 @@ TEST_F(SessionFolderTest, LeftoversOfDeadProcessesGo) {
   const SessionLock lock(Path(".new-1-1-2"));
   folder_.Remove("b");
   EXPECT_TRUE(fs::exists(Path(".new-1-1-2")));
+}
+
+// Nobody takes what another is making for a leftover, and nobody sees half a session.
+TEST_F(SessionFolderTest, ManyAtOnce) {
+  WriteSession(Path("a"), 100);
+  constexpr int kRounds = 60;
+  std::atomic<int> done = 0;
+  std::vector<std::string> errors;
+  std::mutex errors_mutex;
+  const auto guarded = [&](const std::function<void(SessionFolder&)>& work) {
+    try {
+      SessionFolder folder(folder_.path());
+      work(folder);
+    } catch (const Error& error) {
+      const std::lock_guard lock(errors_mutex);
+      errors.emplace_back(error.what());
+    }
+  };
+  std::vector<std::thread> threads;
+  for (const std::string prefix : {"x", "y", "z"}) {
+    threads.emplace_back([&, prefix] {
+      guarded([&](SessionFolder& folder) {
+        for (int i = 0; i < kRounds; ++i) {
+          const std::string name = prefix + std::to_string(i);
+          folder.Fork("a", name);
+          folder.Verify(name);
+          folder.Remove(name);
+        }
+      });
+      ++done;
+    });
+  }
+  guarded([&](SessionFolder& folder) {
+    while (done < 3) {
+      std::vector<std::string> unreadable;
+      folder.List(&unreadable);
+      const std::lock_guard lock(errors_mutex);
+      errors.insert(errors.end(), unreadable.begin(), unreadable.end());
+    }
+  });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(errors, std::vector<std::string>());
+  EXPECT_EQ(std::distance(fs::directory_iterator(folder_.path()), {}), 1);
 }
 
 TEST_F(SessionFolderTest, LocksEndWithTheirProcess) {

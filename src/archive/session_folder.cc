@@ -182,7 +182,8 @@ std::vector<StoredSessionInfo> SessionFolder::List(std::vector<std::string>* unr
     try {
       sessions.push_back(Info(name));
     } catch (const Error&) {
-      if (unreadable != nullptr) unreadable->push_back(name);
+      // It may have been removed since it was seen.
+      if (unreadable != nullptr && Has(name)) unreadable->push_back(name);
     }
   }
   return sessions;

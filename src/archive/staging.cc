@@ -82,14 +82,21 @@ void MakeFolders(const fs::path& folder) {
     ThrowIo("use as a folder for sessions (--session-dir)", folder, ENOTDIR);
 }
 
-Staging::Staging(const fs::path& folder) : folder_(folder), path_(folder / FreshName(kNew)) {
+Staging::Staging(const fs::path& folder) : folder_(folder) {
   MakeFolders(folder);
-  if (Files().MakeFolder(path_.string()) != 0) ThrowIo("make the folder", path_, errno);
-  try {
-    lock_ = SessionLock(path_);
-  } catch (...) {
-    Empty(path_);
-    throw;
+  // Until it is locked, another process may take it for a leftover and remove it.
+  constexpr int kTries = 100;
+  for (int i = 1; !lock_.held(); ++i) {
+    path_ = folder / FreshName(kNew);
+    if (Files().MakeFolder(path_.string()) != 0) ThrowIo("make the folder", path_, errno);
+    try {
+      lock_ = SessionLock::Try(path_);
+    } catch (const Error&) {
+      std::error_code error;
+      const bool gone = !fs::exists(path_, error);
+      if (!gone) Empty(path_);
+      if (!gone || i == kTries) throw;
+    }
   }
 }
 
