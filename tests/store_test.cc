@@ -53,8 +53,8 @@ TEST(RowStore, KeepsKeyAndValueOfATokenTogether) {
     }
   }
   EXPECT_EQ(store.rows(0, 0)[5 * 32], 0) << "other layers are untouched";
-  EXPECT_EQ(store.rows(1, 1) - store.rows(1, 0), 10 * 2 * 16);
-  EXPECT_EQ(store.rows(2, 0) - store.rows(1, 0), 2 * 10 * 2 * 16);
+  EXPECT_EQ(store.rows(1, 1) - store.rows(1, 0), 64 * 2 * 16);
+  EXPECT_EQ(store.rows(2, 0) - store.rows(1, 0), 2 * 64 * 2 * 16);
   store.Truncate(3);
   EXPECT_EQ(store.n_tokens(), 3);
 }

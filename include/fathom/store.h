@@ -21,8 +21,8 @@ class StateReader;
 class StateWriter;
 
 // Keys and values in fp16, K and V of a token adjacent:
-// [n_layers][n_kv_heads][capacity][2][head_dim]. Address space for `capacity` tokens is reserved at
-// once, so rows never move; memory is taken as tokens arrive.
+// [n_layers][n_kv_heads][capacity, in whole blocks][2][head_dim]. Address space for `capacity`
+// tokens is reserved at once, so rows never move; memory is taken as tokens arrive.
 class RowStore {
  public:
   // Throws Error(kNoMemory) when the address space cannot be reserved, Error(kUsage) for an invalid
