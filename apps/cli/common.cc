@@ -77,6 +77,10 @@ void WriteText(const std::string& path, std::string_view text) { WriteFile(path,
 void CheckWritable(const std::string& path) { WriteFile(path, "", "ab"); }
 
 void WriteOut(std::string_view text) {
+  // What printf could not write, when its buffer was full, nobody has asked about.
+  if (std::ferror(stdout) != 0) {
+    throw Error(ErrorCode::kIo, "cannot write to standard output: an earlier part was refused");
+  }
   if (std::fwrite(text.data(), 1, text.size(), stdout) == text.size() && std::fflush(stdout) == 0) {
     return;
   }
