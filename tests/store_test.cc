@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: MIT
 // Rows, shapes, and the life of an index: build, append, truncate. What the codec computes is in
 // codec_test.cc.
+#include <fcntl.h>
 #include <gtest/gtest.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <fstream>
 #include <memory>
 #include <string>
 #include <utility>
@@ -18,6 +21,7 @@
 #include "support/compare.h"
 #include "support/index_probe.h"
 #include "support/random_data.h"
+#include "support/temp_dir.h"
 
 namespace fathom {
 namespace {
@@ -57,6 +61,40 @@ TEST(RowStore, KeepsKeyAndValueOfATokenTogether) {
   EXPECT_EQ(store.rows(2, 0) - store.rows(1, 0), 2 * 64 * 2 * 16);
   store.Truncate(3);
   EXPECT_EQ(store.n_tokens(), 3);
+}
+
+// Rows of a file: read in place, private to the store.
+TEST(RowStore, MapsRowsOfAFile) {
+  constexpr std::int64_t kRow = 2 * 16, kStride = 128;  // halves, tokens
+  const test::TempDir dir;
+  std::vector<Half> content(2048 + 2 * 2 * kStride * kRow);  // behind a page of 4,096 bytes
+  for (std::size_t i = 0; i < content.size(); ++i) content[i] = static_cast<Half>(i % 30000);
+  const std::string path = (dir.path() / "rows").string();
+  std::ofstream(path, std::ios::binary)
+      .write(reinterpret_cast<const char*>(content.data()),
+             static_cast<std::streamsize>(content.size() * sizeof(Half)));
+  const int file = open(path.c_str(), O_RDONLY);
+  ASSERT_GE(file, 0);
+  RowStore store(2, {.n_heads = 2, .n_kv_heads = 2, .head_dim = 16}, 200);
+  store.Map(64, 100, kStride, file, 4096);
+  close(file);
+  for (std::int32_t layer = 0; layer < 2; ++layer) {
+    for (std::int32_t h = 0; h < 2; ++h) {
+      const Half* from = content.data() + 2048 + (layer * 2 + h) * kStride * kRow;
+      EXPECT_TRUE(std::equal(from, from + 100 * kRow, store.rows(layer, h) + 64 * kRow));
+      EXPECT_EQ(store.rows(layer, h)[63 * kRow], 0);
+    }
+  }
+  const std::vector<float> ones(2 * 16, 1.0F);
+  store.Write(1, 70, 1, ones.data(), ones.data());
+  EXPECT_EQ(store.rows(1, 1)[70 * kRow], FloatToHalf(1.0F));
+  std::ifstream in(path, std::ios::binary);
+  std::vector<Half> after(content.size());
+  in.read(reinterpret_cast<char*>(after.data()),
+          static_cast<std::streamsize>(after.size() * sizeof(Half)));
+  EXPECT_EQ(after, content);
+  EXPECT_THROW(store.Map(128, 100, kStride, 0, 4096), Error);  // beyond the capacity
+  EXPECT_THROW(store.Map(0, 64, kStride, -1, 4096), Error);
 }
 
 TEST(RowStore, BytesAreTheClosedForm) {
