@@ -6,7 +6,6 @@
 // decodes the same tokens and is rolled back. A step's input varies (the text goes on) and the
 // median is reported.
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
@@ -48,10 +47,6 @@ struct Sample {
   double row_bytes = 0;
   double prefill_tokens_s = 0;  // of the tokens from the previous context to this one
 };
-
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 double Median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -22,10 +21,6 @@ constexpr std::size_t kMostCalls = 1U << 16;  // timed per turn
 constexpr double kCacheFactor = 4;
 constexpr double kMostLayers = 4096;
 constexpr std::int64_t kMaxTokens = std::int64_t{1} << 24;
-
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // Times one turn of a contender; *next_call goes on. Calls that take longer than the turn are not
 // warmed up again.

@@ -5,13 +5,13 @@
 #include <sys/mman.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstring>
 #include <fstream>
 #include <set>
 #include <string>
 #include <utility>
 
+#include "common.h"
 #include "fathom/error.h"
 #include "fathom/machine.h"
 
@@ -27,10 +27,6 @@ constexpr std::int64_t kLeastBuffer = std::int64_t{256} << 20;
 constexpr int kCacheFactor = 4;
 constexpr int kReadPasses = 5;
 constexpr int kFmaPasses = 5;
-
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // --- caches ---
 

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cerrno>
 #include <charconv>
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstring>
@@ -86,6 +87,10 @@ void WriteOut(std::string_view text) {
   }
   throw Error(ErrorCode::kIo,
               std::string("cannot write to standard output: ") + std::strerror(errno));
+}
+
+double Now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 std::int64_t ParseTokens(const std::string& text) {

@@ -35,6 +35,9 @@ void CheckWritable(const std::string& path);
 // like success.
 void WriteOut(std::string_view text);
 
+// Seconds of a clock that never goes back.
+double Now();
+
 // "4096", "32k" (1,024 times) or "1M". Throws Error(kUsage).
 std::int64_t ParseTokens(const std::string& text);
 

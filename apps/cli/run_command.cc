@@ -115,16 +115,22 @@ Answer AskOne(Session& session, const RunOptions& options, const std::string& qu
   return answer;
 }
 
-// The answers of one method to prompts, the first of which begins with the session's tokens.
-MethodRun AskAll(Session& session, const RunOptions& options,
-                 const std::vector<std::vector<Token>>& prompts, std::int64_t shared, bool announce,
-                 KeptSession* kept) {
+// Makes the index.
+MethodRun BeginRun(Session& session) {
   MethodRun run;
   run.label = session.options().method;
   run.spec = session.method().spec();
   session.ResetTimes();
   session.BuildIndex();
   run.index_s = session.times().index_s;
+  return run;
+}
+
+// The answers of one method to prompts, the first of which begins with the session's tokens.
+MethodRun AskAll(Session& session, const RunOptions& options,
+                 const std::vector<std::vector<Token>>& prompts, std::int64_t shared, bool announce,
+                 KeptSession* kept) {
+  MethodRun run = BeginRun(session);
   if (kept != nullptr) kept->SaveNew(session);
   if (announce && !options.json) WriteOut("== " + run.label + "\n");
   for (std::size_t i = 0; i < prompts.size() && !Interrupted(); ++i) {
@@ -145,12 +151,7 @@ MethodRun AskAll(Session& session, const RunOptions& options,
 
 // Goes on where a kept session ended: each question is the next turn; none continues the text.
 MethodRun Converse(Session& session, const RunOptions& options, bool chat, KeptSession* kept) {
-  MethodRun run;
-  run.label = session.options().method;
-  run.spec = session.method().spec();
-  session.ResetTimes();
-  session.BuildIndex();
-  run.index_s = session.times().index_s;
+  MethodRun run = BeginRun(session);
   std::vector<std::string> questions = options.prompts;
   if (questions.empty()) questions.emplace_back();
   for (std::size_t i = 0; i < questions.size() && !Interrupted(); ++i) {

@@ -2,7 +2,6 @@
 #include "run_session.h"
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <utility>
@@ -14,10 +13,6 @@ namespace {
 
 // An index that was there is "made" in less; saving one that was made so fast again costs little.
 constexpr double kQuick = 0.05;
-
-double Seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
 
 // A token for people.
 std::string Shown(const Model& model, Token token) {
@@ -35,7 +30,7 @@ std::string Shown(const Model& model, Token token) {
 }  // namespace
 
 KeptSession::KeptSession(const RunOptions& options, const std::shared_ptr<const Model>& model)
-    : begun_at_(Seconds()),
+    : begun_at_(Now()),
       options_(options),
       model_(model),
       folder_(SessionFolderPath(options.session_dir), ParseBytes(options.session_budget)),
@@ -84,10 +79,7 @@ std::unique_ptr<Session> KeptSession::Open(SessionOptions session_options, std::
     session_options.method = stored_.method();
   }
   stored_.CheckSpace(MethodSpec::Parse(session_options.method), n_tokens);
-  for (const std::string& name : stored_.evicted()) {
-    std::fprintf(stderr, "fathom: removed session '%s' to keep within --session-budget\n",
-                 name.c_str());
-  }
+  SayEvicted();
   auto session = stored_.Resume(std::move(session_options));
   if (!stored_.method().empty() && session->method().spec() != stored_.method()) {
     std::fprintf(stderr, "fathom: session '%s' was kept with %s; its index is made anew\n",
@@ -95,25 +87,29 @@ std::unique_ptr<Session> KeptSession::Open(SessionOptions session_options, std::
   }
   if (reuse < session->n_tokens()) session->Truncate(reuse);
   report_.reused_tokens = reuse;
-  report_.resume_s = Seconds() - begun_at_;
+  report_.resume_s = Now() - begun_at_;
   return session;
 }
 
 void KeptSession::Checkpoint(Session& session) {
-  if (Seconds() - saved_at_ >= options_.session_checkpoint) Save(session);
+  if (Now() - saved_at_ >= options_.session_checkpoint) Save(session);
 }
 
 void KeptSession::Save(Session& session) {
-  const double start = Seconds();
+  const double start = Now();
   stored_.Save(session);
+  SayEvicted();
+  saved_at_ = Now();
+  report_.save_s += saved_at_ - start;
+  report_.saved_tokens = session.n_tokens();
+  report_.bytes = folder_.Info(options_.session).bytes;
+}
+
+void KeptSession::SayEvicted() const {
   for (const std::string& name : stored_.evicted()) {
     std::fprintf(stderr, "fathom: removed session '%s' to keep within --session-budget\n",
                  name.c_str());
   }
-  saved_at_ = Seconds();
-  report_.save_s += saved_at_ - start;
-  report_.saved_tokens = session.n_tokens();
-  report_.bytes = folder_.Info(options_.session).bytes;
 }
 
 void KeptSession::SaveNew(Session& session) {
@@ -123,7 +119,7 @@ void KeptSession::SaveNew(Session& session) {
 void KeptSession::WaitVerified() {
   if (std::exchange(verified_, true)) return;
   const bool verified = stored_.WaitVerified();
-  report_.first_token_s = Seconds() - begun_at_;
+  report_.first_token_s = Now() - begun_at_;
   if (!verified && report_.found_tokens > 0) {
     std::fprintf(
         stderr,

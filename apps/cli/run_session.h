@@ -43,6 +43,8 @@ class KeptSession {
   SessionReport report() const { return report_; }
 
  private:
+  void SayEvicted() const;
+
   const double begun_at_;
   const RunOptions& options_;
   const std::shared_ptr<const Model> model_;

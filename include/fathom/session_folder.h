@@ -87,7 +87,7 @@ class SessionFolder {
  private:
   std::filesystem::path SessionPath(const std::string& name) const { return path_ / name; }
   void Require(const std::string& name) const;
-  void RemoveLeftovers();
+  void RequireAbsent(const std::string& name) const;
 
   std::filesystem::path path_;
   std::int64_t budget_bytes_;

@@ -23,6 +23,11 @@ inline constexpr int kLevels =
 // IEEE binary16, as raw bits. Rows and block scales are stored in it.
 using Half = std::uint16_t;
 
+// n_tokens rounded up to whole blocks.
+constexpr std::int64_t WholeBlocks(std::int64_t n_tokens) {
+  return (n_tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
+}
+
 // Attention heads of one layer. Valid when n_heads is a multiple of n_kv_heads.
 struct HeadGeometry {
   std::int32_t n_heads = 0;

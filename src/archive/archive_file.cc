@@ -14,7 +14,6 @@
 #include <cstring>
 #include <utility>
 
-#include "archive/file_ops.h"
 #include "fathom/error.h"
 
 namespace fathom {
@@ -36,6 +35,19 @@ static_assert(sizeof(Header) == 16);
 }
 
 }  // namespace
+
+void ThrowNewer(const std::filesystem::path& path, std::int64_t version) {
+  throw Error(ErrorCode::kUnsupported,
+              "'" + path.string() + "' is of version " + std::to_string(version) +
+                  " of the format; this program knows up to " + std::to_string(kArchiveVersion) +
+                  ", a newer one is needed");
+}
+
+void ThrowChecksum(const std::filesystem::path& path) {
+  Damaged(path,
+          "is damaged: its checksum differs; the session cannot be used, remove it (fathom session "
+          "rm)");
+}
 
 const char* ArchiveKindName(ArchiveKind kind) {
   switch (kind) {
@@ -63,22 +75,16 @@ std::uint64_t Checksum(std::span<const std::byte> bytes) {
 }
 
 ArchiveWriter::ArchiveWriter(std::filesystem::path path, ArchiveKind kind)
-    : path_(std::move(path)), hash_(std::make_unique<Hash>()) {
+    : file_(std::move(path)), hash_(std::make_unique<Hash>()) {
   XXH3_64bits_reset(&hash_->state);
   buffer_.reserve(kBuffer);
-  file_ = Files().Create(path_.string());
-  if (file_ < 0) ThrowIo("create", path_, errno);
   Header header;
   header.kind = kind;
   Append(std::as_bytes(std::span(&header, 1)));
   PadTo(kArchivePage);
 }
 
-ArchiveWriter::~ArchiveWriter() {
-  if (file_ < 0) return;
-  close(file_);
-  static_cast<void>(Files().Unlink(path_.string()));  // what stays is removed later
-}
+ArchiveWriter::~ArchiveWriter() = default;
 
 void ArchiveWriter::Append(std::span<const std::byte> bytes) {
   at_ += static_cast<std::int64_t>(bytes.size());
@@ -98,24 +104,13 @@ void ArchiveWriter::PadTo(std::size_t multiple) {
 
 void ArchiveWriter::Flush() {
   XXH3_64bits_update(&hash_->state, buffer_.data(), buffer_.size());
-  for (std::size_t done = 0; done < buffer_.size();) {
-    const ssize_t n = Files().Write(file_, buffer_.data() + done, buffer_.size() - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) ThrowIo("write to", path_, n == 0 ? EIO : errno);
-    done += static_cast<std::size_t>(n);
-  }
+  file_.Write(buffer_);
   buffer_.clear();
 }
 
 ArchiveDigest ArchiveWriter::Finish() {
   Flush();
-  if (Files().Sync(file_) != 0) ThrowIo("make durable", path_, errno);
-  const int file = std::exchange(file_, -1);
-  if (close(file) != 0) {
-    const int error = errno;
-    static_cast<void>(Files().Unlink(path_.string()));
-    ThrowIo("close", path_, error);
-  }
+  file_.Finish();
   return {at_, XXH3_64bits_digest(&hash_->state)};
 }
 
@@ -134,10 +129,7 @@ ArchiveMapping::ArchiveMapping(const std::filesystem::path& path, ArchiveKind ki
     if (pread(file_, &header, sizeof header, 0) != sizeof header) ThrowIo("read", path, errno);
     if (header.magic != kMagic) Damaged(path, "is not a file of a session");
     if (header.version > kArchiveVersion) {
-      throw Error(ErrorCode::kUnsupported,
-                  "'" + path.string() + "' is of version " + std::to_string(header.version) +
-                      " of the format; this program knows up to " +
-                      std::to_string(kArchiveVersion) + ", a newer one is needed");
+      ThrowNewer(path, header.version);
     }
     if (header.version == 0 || header.kind != kind) {
       Damaged(path, std::string("does not hold ") + ArchiveKindName(kind));

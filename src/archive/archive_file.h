@@ -13,6 +13,8 @@
 #include <string>
 #include <vector>
 
+#include "archive/file_ops.h"
+
 namespace fathom {
 
 // Raised when a reader of an older version would misread what is written.
@@ -26,6 +28,11 @@ enum class ArchiveKind : std::uint32_t {
   kState = 4,    // tokens, logits and what the method keeps
 };
 const char* ArchiveKindName(ArchiveKind kind);
+
+// Throws Error(kUnsupported): a file of a later version than this program's.
+[[noreturn]] void ThrowNewer(const std::filesystem::path& path, std::int64_t version);
+// Throws Error(kCorrupt): content that has another checksum than its manifest says.
+[[noreturn]] void ThrowChecksum(const std::filesystem::path& path);
 
 struct ArchiveDigest {
   std::int64_t bytes = 0;      // of the whole file
@@ -50,8 +57,7 @@ class ArchiveWriter {
  private:
   void Flush();
 
-  std::filesystem::path path_;
-  int file_ = -1;
+  NewFile file_;
   std::int64_t at_ = 0;
   std::vector<std::byte> buffer_;
   struct Hash;

@@ -8,6 +8,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <utility>
 
 #include "fathom/error.h"
 
@@ -56,6 +57,34 @@ int FileOps::RemoveFolder(const std::string& path) { return rmdir(path.c_str());
 
 FileOps& Files() { return *files_in_use; }
 void SetFiles(FileOps* files) { files_in_use = files == nullptr ? &system_files : files; }
+
+NewFile::NewFile(std::filesystem::path path)
+    : path_(std::move(path)), file_(Files().Create(path_.string())) {
+  if (file_ < 0) ThrowIo("create", path_, errno);
+}
+
+NewFile::~NewFile() {
+  if (file_ < 0) return;
+  close(file_);
+  static_cast<void>(Files().Unlink(path_.string()));  // what stays is removed later
+}
+
+void NewFile::Write(std::span<const std::byte> bytes) {
+  while (!bytes.empty()) {
+    const ssize_t n = Files().Write(file_, bytes.data(), bytes.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) ThrowIo("write to", path_, n == 0 ? EIO : errno);
+    bytes = bytes.subspan(static_cast<std::size_t>(n));
+  }
+}
+
+void NewFile::Finish() {
+  if (Files().Sync(file_) != 0) ThrowIo("make durable", path_, errno);
+  if (close(std::exchange(file_, -1)) == 0) return;
+  const int error = errno;
+  static_cast<void>(Files().Unlink(path_.string()));
+  ThrowIo("close", path_, error);
+}
 
 void ThrowIo(const std::string& what, const std::filesystem::path& path, int error) {
   std::string message = "cannot " + what + " '" + path.string() + "': " + std::strerror(error);

@@ -7,6 +7,7 @@
 
 #include <cstddef>
 #include <filesystem>
+#include <span>
 #include <string>
 
 namespace fathom {
@@ -29,6 +30,23 @@ class FileOps {
 // Those in use; set: others for the whole process (tests), null for the system's.
 FileOps& Files();
 void SetFiles(FileOps* files);
+
+// A new file, which goes again unless it is finished. Throws Error(kIo) naming the path.
+class NewFile {
+ public:
+  explicit NewFile(std::filesystem::path path);
+  ~NewFile();
+  NewFile(const NewFile&) = delete;
+  NewFile& operator=(const NewFile&) = delete;
+
+  void Write(std::span<const std::byte> bytes);
+  // Makes the content durable; the name is when its folder has been synced.
+  void Finish();
+
+ private:
+  std::filesystem::path path_;
+  int file_;
+};
 
 // Throws Error(kIo): "cannot <what> '<path>': <reason>", of the given errno; says what to do about
 // a full disk.

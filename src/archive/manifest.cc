@@ -141,9 +141,8 @@ ArchivedFile ParseFile(const json& object, const std::filesystem::path& path) {
 }
 
 std::int64_t RowBytes(const Manifest& m, std::int64_t count) {
-  const std::int64_t padded = (count + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
   return static_cast<std::int64_t>(kArchivePage) +
-         padded * m.n_layers * m.heads.n_kv_heads * m.heads.head_dim * 4;
+         WholeBlocks(count) * m.n_layers * m.heads.n_kv_heads * m.heads.head_dim * 4;
 }
 
 // Rows must cover all tokens in order; a file's size follows from its tokens.
@@ -188,30 +187,15 @@ void CheckVersion(const Fields& fields, const std::filesystem::path& path) {
   const std::int64_t version =
       fields.Number("version", 1, std::numeric_limits<std::int32_t>::max());
   if (version > kArchiveVersion) {
-    throw Error(ErrorCode::kUnsupported,
-                "'" + path.string() + "' is of version " + std::to_string(version) +
-                    " of the format; this program knows up to " + std::to_string(kArchiveVersion) +
-                    ", a newer one is needed");
+    ThrowNewer(path, version);
   }
 }
 
 void WriteDurably(const std::string& path, const std::string& text) {
   static_cast<void>(Files().Unlink(path));  // of an interrupted replacement
-  const int file = Files().Create(path);
-  if (file < 0) ThrowIo("create", path, errno);
-  const auto fail = [&](const char* what, int error) {
-    close(file);
-    static_cast<void>(Files().Unlink(path));
-    ThrowIo(what, path, error);
-  };
-  for (std::size_t done = 0; done < text.size();) {
-    const ssize_t n = Files().Write(file, text.data() + done, text.size() - done);
-    if (n < 0 && errno == EINTR) continue;
-    if (n <= 0) fail("write to", n == 0 ? EIO : errno);
-    done += static_cast<std::size_t>(n);
-  }
-  if (Files().Sync(file) != 0) fail("make durable", errno);
-  if (close(file) != 0) ThrowIo("close", path, errno);
+  NewFile file(path);
+  file.Write(std::as_bytes(std::span(text.data(), text.size())));
+  file.Finish();
 }
 
 }  // namespace

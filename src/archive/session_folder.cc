@@ -58,6 +58,10 @@ std::int64_t ModifiedAt(const fs::path& path) {
   return stat(path.c_str(), &status) == 0 ? status.st_mtime : 0;
 }
 
+std::int64_t LastUsed(const fs::path& session) {
+  return std::max(ModifiedAt(session / kManifestName), SessionLock::LastTaken(session));
+}
+
 // Folders with a manifest, by name.
 std::vector<std::string> Names(const fs::path& folder) {
   std::vector<std::string> names;
@@ -154,6 +158,12 @@ void SessionFolder::Require(const std::string& name) const {
                                      (known.empty() ? ", nor any other" : "; there are: " + known));
 }
 
+void SessionFolder::RequireAbsent(const std::string& name) const {
+  if (!Has(name)) return;
+  throw Error(ErrorCode::kUsage,
+              "there is a session '" + name + "' already; choose another name, or remove it first");
+}
+
 StoredSessionInfo SessionFolder::Info(const std::string& name) const {
   Require(name);
   const fs::path session = SessionPath(name);
@@ -167,7 +177,7 @@ StoredSessionInfo SessionFolder::Info(const std::string& name) const {
   info.n_tokens = manifest.n_tokens;
   info.has_index = manifest.has_index;
   info.created = manifest.created;
-  info.used = std::max(ModifiedAt(session / kManifestName), SessionLock::LastTaken(session));
+  info.used = LastUsed(session);
   info.owner = SessionLock::Owner(session);
   for (const FileSize& file : FilesOf(session)) {
     info.bytes += file.bytes;
@@ -189,16 +199,11 @@ std::vector<StoredSessionInfo> SessionFolder::List(std::vector<std::string>* unr
   return sessions;
 }
 
-void SessionFolder::RemoveLeftovers() { RemoveStagings(path_); }
-
 void SessionFolder::Fork(const std::string& from, const std::string& to) {
   CheckName(to);
   Require(from);
-  RemoveLeftovers();
-  if (Has(to)) {
-    throw Error(ErrorCode::kUsage,
-                "there is a session '" + to + "' already; choose another name, or remove it first");
-  }
+  RemoveStagings(path_);
+  RequireAbsent(to);
   const fs::path source = SessionPath(from);
   WithManifest(source, [&](Manifest manifest) {
     Staging staging(path_);
@@ -232,7 +237,7 @@ void SessionFolder::Truncate(const std::string& name, std::int64_t n_tokens) {
 
 void SessionFolder::Remove(const std::string& name) {
   Require(name);
-  RemoveLeftovers();
+  RemoveStagings(path_);
   const SessionLock lock(SessionPath(name));
   RemoveByStaging(path_, SessionPath(name));
 }
@@ -251,12 +256,7 @@ void SessionFolder::Verify(const std::string& name, const Progress& progress) co
           throw Error(ErrorCode::kCancelled, "verification of session '" + name + "' stopped");
         }
       });
-      if (checksum != file.digest.checksum) {
-        throw Error(ErrorCode::kCorrupt,
-                    "'" + (session / file.name()).string() +
-                        "' is damaged: its checksum differs; the session cannot "
-                        "be used, remove it (fathom session rm)");
-      }
+      if (checksum != file.digest.checksum) ThrowChecksum(session / file.name());
     }
   });
 }
@@ -265,7 +265,7 @@ std::int64_t SessionFolder::Bytes() const { return BytesOf(path_, Names(path_));
 
 std::vector<std::string> SessionFolder::MakeRoom(std::int64_t bytes, const std::string& keep) {
   if (budget_bytes_ == 0) return {};
-  RemoveLeftovers();
+  RemoveStagings(path_);
   std::vector<std::string> names = Names(path_);
   std::vector<std::string> stays;
   std::vector<std::pair<std::int64_t, std::string>> may_go;  // by last use
@@ -274,8 +274,7 @@ std::vector<std::string> SessionFolder::MakeRoom(std::int64_t bytes, const std::
     if (name == keep || SessionLock::Owner(session) != 0) {
       stays.push_back(name);
     } else {
-      may_go.emplace_back(
-          std::max(ModifiedAt(session / kManifestName), SessionLock::LastTaken(session)), name);
+      may_go.emplace_back(LastUsed(session), name);
     }
   }
   if (const std::int64_t least = BytesOf(path_, stays) + bytes; least > budget_bytes_) {

@@ -1,19 +1,18 @@
 // SPDX-License-Identifier: MIT
 #include "archive/staging.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <array>
 #include <atomic>
 #include <cerrno>
 #include <ctime>
-#include <span>
 #include <vector>
 
 #include "archive/file_ops.h"
 #include "archive/manifest.h"
 #include "fathom/error.h"
+#include "memory/file_mapping.h"
 
 namespace fathom {
 namespace {
@@ -39,32 +38,10 @@ void Empty(const fs::path& folder) {
 }
 
 void Copy(const fs::path& from, const fs::path& to) {
-  const int in = open(from.c_str(), O_RDONLY | O_CLOEXEC);
-  if (in < 0) ThrowIo("open", from, errno);
-  const int out = Files().Create(to.string());
-  const auto fail = [&](const char* what, const fs::path& path, int error) {
-    close(in);
-    if (out >= 0) close(out);
-    ThrowIo(what, path, error);
-  };
-  if (out < 0) fail("create", to, errno);
-  std::vector<std::byte> buffer(std::size_t{1} << 20);
-  for (;;) {
-    const ssize_t n = read(in, buffer.data(), buffer.size());
-    if (n < 0 && errno == EINTR) continue;
-    if (n < 0) fail("read", from, errno);
-    if (n == 0) break;
-    for (ssize_t done = 0; done < n;) {
-      const ssize_t written =
-          Files().Write(out, buffer.data() + done, static_cast<std::size_t>(n - done));
-      if (written < 0 && errno == EINTR) continue;
-      if (written <= 0) fail("write to", to, written == 0 ? EIO : errno);
-      done += written;
-    }
-  }
-  if (Files().Sync(out) != 0) fail("make durable", to, errno);
-  close(in);
-  if (close(out) != 0) ThrowIo("close", to, errno);
+  const FileMapping content(from.string(), "file of a session");
+  NewFile copy(to);
+  copy.Write(content.bytes());
+  copy.Finish();
 }
 
 }  // namespace

@@ -120,27 +120,16 @@ std::string ReadManifestEntry(archive* in, const fs::path& from) {
 }
 
 void WriteEntry(archive* in, const fs::path& from, const fs::path& to, std::int64_t bytes) {
-  const int file = Files().Create(to.string());
-  if (file < 0) ThrowIo("create", to, errno);
-  try {
-    ReadEntry(in, from, [&](std::span<const std::byte> part) {
-      bytes -= static_cast<std::int64_t>(part.size());
-      if (bytes < 0)
-        throw Error(ErrorCode::kCorrupt,
-                    "'" + from.string() + "' is damaged: a file in it is too long");
-      while (!part.empty()) {
-        const ssize_t n = Files().Write(file, part.data(), part.size());
-        if (n < 0 && errno == EINTR) continue;
-        if (n <= 0) ThrowIo("write to", to, n == 0 ? EIO : errno);
-        part = part.subspan(static_cast<std::size_t>(n));
-      }
-    });
-    if (Files().Sync(file) != 0) ThrowIo("make durable", to, errno);
-  } catch (...) {
-    close(file);
-    throw;
-  }
-  if (close(file) != 0) ThrowIo("close", to, errno);
+  NewFile file(to);
+  ReadEntry(in, from, [&](std::span<const std::byte> part) {
+    bytes -= static_cast<std::int64_t>(part.size());
+    if (bytes < 0) {
+      throw Error(ErrorCode::kCorrupt,
+                  "'" + from.string() + "' is damaged: a file in it is too long");
+    }
+    file.Write(part);
+  });
+  file.Finish();
 }
 
 void CheckContent(const fs::path& staging, const Manifest& manifest, const fs::path& from) {
@@ -183,11 +172,8 @@ void SessionFolder::Export(const std::string& name, const fs::path& file) const 
 
 void SessionFolder::Import(const fs::path& file, const std::string& name) {
   CheckName(name);
-  if (Has(name)) {
-    throw Error(ErrorCode::kUsage, "there is a session '" + name +
-                                       "' already; choose another name, or remove it first");
-  }
-  RemoveLeftovers();
+  RequireAbsent(name);
+  RemoveStagings(path_);
   const Archive in(archive_read_new());
   archive_read_support_format_tar(in.get());
   if (archive_read_open_filename(in.get(), file.c_str(), kBuffer) != ARCHIVE_OK) {

@@ -6,12 +6,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-[[noreturn]] void ThrowDamaged(const fs::path& file) {
-  throw Error(ErrorCode::kCorrupt, "'" + file.string() +
-                                       "' is damaged: its checksum differs; the session cannot be "
-                                       "used, remove it (fathom session rm)");
-}
-
 struct Stopped {};
 
 }  // namespace
@@ -61,7 +55,7 @@ const ArchiveMapping& MappedFiles::MapChecked(const fs::path& session, const Arc
   const ArchiveMapping& mapping = Map(session, file);
   const std::span<const std::byte> data = mapping.data();
   if (Checksum({data.data() - kArchivePage, data.size() + kArchivePage}) != file.digest.checksum) {
-    ThrowDamaged(session / file.name());
+    ThrowChecksum(session / file.name());
   }
   return mapping;
 }
@@ -109,7 +103,7 @@ void Verification::Check(const fs::path& session, const ArchivedFile& file) {
   const std::uint64_t checksum = mapping.ChecksumOfFile([this] {
     if (stop_) throw Stopped();
   });
-  if (checksum != file.digest.checksum) ThrowDamaged(session / file.name());
+  if (checksum != file.digest.checksum) ThrowChecksum(session / file.name());
 }
 
 }  // namespace fathom

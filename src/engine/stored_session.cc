@@ -32,10 +32,6 @@ namespace fs = std::filesystem;
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-std::int64_t WholeBlocks(std::int64_t n_tokens) {
-  return (n_tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
-}
-
 std::map<std::string, std::string> FingerprintOf(const Model& model) {
   return {{"model", model.fingerprint()},
           {"rope", model.info().rope},

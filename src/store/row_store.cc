@@ -46,11 +46,6 @@ std::int64_t CheckedBytes(std::int32_t n_layers, const HeadGeometry& g, std::int
   return per_token * capacity;
 }
 
-// 64 rows are a multiple of 4 KiB, so that blocks can be mapped from files.
-std::int64_t WholeBlocks(std::int64_t n_tokens) {
-  return (n_tokens + kBlockTokens - 1) / kBlockTokens * kBlockTokens;
-}
-
 // Huge pages waste up to 2 MiB per KV head while a session is short; worth it where a full head is
 // many times that.
 bool WantsHugePages(const HeadGeometry& g, std::int64_t capacity) {
@@ -64,6 +59,7 @@ RowStore::RowStore(std::int32_t n_layers, HeadGeometry geometry, std::int64_t ca
     : n_layers_(n_layers), geometry_(geometry), capacity_(capacity), stride_(capacity) {
   CheckGeometry(n_layers, geometry, capacity);
   CheckedBytes(n_layers, geometry, capacity);
+  // 64 rows are a multiple of 4 KiB, so that blocks can be mapped from files.
   stride_ = WholeBlocks(capacity);
   const auto bytes = static_cast<std::size_t>(CheckedBytes(n_layers, geometry, stride_));
   memory_ = std::make_unique<Reservation>(bytes, WantsHugePages(geometry, capacity));
