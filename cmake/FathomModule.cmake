@@ -30,3 +30,21 @@ function(fathom_test name)
   gtest_discover_tests(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT}
                        ENVIRONMENT "OMP_WAIT_POLICY=passive" DISCOVERY_TIMEOUT 60)
 endfunction()
+
+# fathom_cuda(NAME): the CUDA sources of a module. Code for compute capability 9.0, and PTX for every device from 8.0 on. The
+# integer scans and packing promise the same bits as `ref`, so multiplies and adds are fused only where a kernel asks for it.
+macro(fathom_enable_cuda)
+  enable_language(CUDA)
+  find_package(CUDAToolkit 12.4 REQUIRED)
+  # CMake 3.25 does not know how to ask nvcc for C++20.
+  if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)
+    set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+    set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+  endif()
+endmacro()
+function(fathom_cuda name)
+  set_target_properties(fathom_${name} PROPERTIES CUDA_ARCHITECTURES "${FATHOM_CUDA_ARCHITECTURES}")
+  target_compile_options(fathom_${name} PRIVATE
+    $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false -Xcompiler=-Wall,-Wextra -Wno-deprecated-gpu-targets>
+    $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${FATHOM_WERROR}>>:-Werror=all-warnings>)
+endfunction()

@@ -36,7 +36,8 @@ ALLOWED = {
     "backend/cuda": ["base", "memory", "store/layout.h", "backend"],
     "method": ["base", "memory", "stats", "store", "plan", "backend"],
     "eval": ["base", "memory", "stats", "store", "plan", "backend", "method", "capture"],
-    "model": ["base", "memory"],
+    "model": ["base", "memory", "backend/cuda"],
+    "device": ["base", "memory", "stats", "store", "plan", "backend", "backend/cuda", "method", "model"],
     "engine": ["base", "memory", "archive", "capture", "stats", "store", "plan", "backend", "method", "model"],
 }
 # Top folders beside src/: programs see include/fathom and their own folder, tests see everything.

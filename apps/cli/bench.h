@@ -11,5 +11,6 @@ void AddBenchScan(CLI::App& bench, int* exit_code);
 void AddBenchSelect(CLI::App& bench, int* exit_code);
 void AddBenchAttend(CLI::App& bench, int* exit_code);
 void AddBenchPrefill(CLI::App& bench, int* exit_code);
+void AddBenchStep(CLI::App& bench, int* exit_code);
 
 }  // namespace fathom::cli

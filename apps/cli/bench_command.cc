@@ -14,6 +14,7 @@ void AddBenchCommand(CLI::App& app, int* exit_code) {
   AddBenchSelect(*bench, exit_code);
   AddBenchAttend(*bench, exit_code);
   AddBenchPrefill(*bench, exit_code);
+  AddBenchStep(*bench, exit_code);
 }
 
 }  // namespace fathom::cli

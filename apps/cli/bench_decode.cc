@@ -31,6 +31,7 @@ struct BenchOptions {
   std::int64_t steps = 24;
   int threads = 0;
   std::string backend = "cpu";
+  std::string device = "cpu";
   std::string statistics_file;  // empty: the prefill's own
   bool no_llama = false;
   bool json = false;
@@ -124,6 +125,7 @@ void MeasureOurs(const std::shared_ptr<const Model>& model, const BenchOptions& 
   SessionOptions session_options;
   session_options.ctx_size = static_cast<std::int64_t>(tokens.size());
   session_options.backend = options.backend;
+  session_options.device = options.device;
   session_options.n_threads = options.threads;
   session_options.calibration = LoadStatistics(options.statistics_file);
   Session session(model, session_options);
@@ -258,6 +260,7 @@ void PrintJson(const std::vector<Sample>& samples, const BenchOptions& options,
   json["model"] = options.model;
   json["threads"] = speed.threads;
   json["backend"] = backend;
+  json["device"] = options.device;
   json["steps"] = options.steps;
   json["stats_file"] = options.statistics_file;
   json["processor"] = DescribeMachine().processor;
@@ -328,6 +331,7 @@ void AddBenchDecode(CLI::App& bench, int* exit_code) {
       ->capture_default_str()
       ->check(InRange(1, 100000));
   AddMachineOptions(*decode, &options->threads, &options->backend);
+  AddDeviceOption(*decode, &options->device);
   decode->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
   decode->add_flag("--no-llama", options->no_llama, "leave libllama out");
   decode->add_flag("--json", options->json, "print one JSON document");

@@ -193,4 +193,13 @@ void AddMachineOptions(CLI::App& command, int* threads, std::string* backend) {
       ->capture_default_str();
 }
 
+void AddDeviceOption(CLI::App& command, std::string* device) {
+  command
+      .add_option("--device", *device,
+                  "cpu, or cuda: matrices and prefill on the GPU; rows and index stay in host "
+                  "memory, where --backend decodes")
+      ->type_name("NAME")
+      ->capture_default_str();
+}
+
 }  // namespace fathom::cli

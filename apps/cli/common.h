@@ -76,6 +76,9 @@ CLI::Range InRange(Number low, Number high) {
 // -t,--threads and --backend, the same in every command that computes.
 void AddMachineOptions(CLI::App& command, int* threads, std::string* backend);
 
+// --device, where a session runs.
+void AddDeviceOption(CLI::App& command, std::string* device);
+
 // Each adds its subcommand; the callback stores the exit code.
 void AddRunCommand(CLI::App& app, int* exit_code);
 void AddInfoCommand(CLI::App& app, int* exit_code);

@@ -19,6 +19,7 @@ struct RunOptions {
   std::int64_t predict = 256;
   int threads = 0;
   std::string backend = "cpu";
+  std::string device = "cpu";
   std::string method = "fathom:bits=28,k=512";
   bool method_given = false;
   std::string compare;          // second method, empty for none
@@ -65,6 +66,7 @@ struct SessionReport {
 struct RunReport {
   ModelInfo model;
   std::string backend;
+  std::string device;
   int threads = 0;
   std::int64_t ctx_size = 0;
   std::string statistics_file;  // empty: the prefill's own

@@ -229,6 +229,7 @@ SessionOptions MakeSessionOptions(const RunOptions& options, const RunInputs& in
         std::max(session.ctx_size + in.more, static_cast<std::int64_t>(in.kept->tokens().size()));
   }
   session.backend = options.backend;
+  session.device = options.device;
   session.method = options.method;
   session.n_threads = options.threads;
   session.calibration = LoadStatistics(options.statistics_file);
@@ -267,6 +268,7 @@ RunReport Execute(const RunOptions& options) {
   RunReport report;
   report.model = in.model->info();
   report.backend = std::string(session->backend().name());
+  report.device = options.device;
   report.threads = session->backend().n_threads();
   report.ctx_size = session_options.ctx_size;
   report.statistics_file = options.statistics_file;
@@ -348,6 +350,7 @@ void AddRunCommand(CLI::App& app, int* exit_code) {
       ->capture_default_str()
       ->check(InRange(1, 1 << 20));
   AddMachineOptions(*run, &options->threads, &options->backend);
+  AddDeviceOption(*run, &options->device);
   run->add_option("--method", options->method, "method spec (see fathom info)")
       ->type_name("SPEC")
       ->capture_default_str();

@@ -152,6 +152,7 @@ nlohmann::json ReportJson(const RunReport& report) {
                    {"name", report.model.name},
                    {"architecture", report.model.architecture}};
   json["backend"] = report.backend;
+  json["device"] = report.device;
   json["threads"] = report.threads;
   json["ctx_size"] = report.ctx_size;
   json["stats_file"] = report.statistics_file;

@@ -16,6 +16,7 @@
 #include "fathom/session.h"
 #include "fathom/session_folder.h"
 #include "fathom/stats.h"
+#include "fathom/step_bench.h"
 #include "fathom/store.h"
 #include "fathom/stored_session.h"
 #include "fathom/types.h"

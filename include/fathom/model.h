@@ -97,11 +97,22 @@ class Model {
 using AttentionFn = std::function<void(std::int32_t layer, std::int64_t n, const float* q,
                                        const float* k, const float* v, float* out)>;
 
-// The forward pass on the CPU by ggml, with attention supplied by the caller. Holds buffers: one
-// per session, not thread-safe. The model must outlive it.
+// Where the dense part of a forward pass runs: all of it but attention.
+enum class Device {
+  kCpu,   // by ggml, weights as they are in the file
+  kCuda,  // on the first CUDA device, weights and activations rounded to bf16, sums in fp32
+};
+
+// The forward pass with attention supplied by the caller, which gets and fills host memory on every
+// device. Holds buffers: one per session, not thread-safe. The model must outlive it.
 class Runner {
  public:
-  Runner(std::shared_ptr<const Model> model, int n_threads);
+  // Runners of a model share its weights on a device; the first one loads them. On one, buffers for
+  // calls of max_tokens are made here; a longer call makes larger ones. Throws Error: kUsage
+  // (n_threads), kUnsupported (this build, machine or model cannot use the device), kNoMemory (on
+  // it).
+  Runner(std::shared_ptr<const Model> model, int n_threads, Device device = Device::kCpu,
+         std::int64_t max_tokens = 1);
   ~Runner();
   Runner(const Runner&) = delete;
   Runner& operator=(const Runner&) = delete;

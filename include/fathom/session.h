@@ -30,8 +30,11 @@ using PrefillObserver = std::function<void(std::int32_t layer, std::int64_t firs
                                            const float* q, const float* k, const float* v)>;
 
 struct SessionOptions {
-  std::int64_t ctx_size = 0;      // capacity in tokens; 0: the model's training context
-  std::string backend = "cpu";    // MakeBackend name
+  std::int64_t ctx_size = 0;    // capacity in tokens; 0: the model's training context
+  std::string backend = "cpu";  // MakeBackend name
+  // Where matrices are multiplied and prefills attend: "cpu" or "cuda". Rows and index are in host
+  // memory either way, where `backend` decodes.
+  std::string device = "cpu";
   std::string method = "fathom";  // MethodSpec text
   int n_threads = 0;              // 0: all processors this process may use
   std::int32_t chunk = 512;  // tokens per prefill chunk: larger is faster and takes more memory
@@ -69,7 +72,8 @@ struct SessionTimes {
 class Session {
  public:
   // Throws Error(kUsage) for options out of range or statistics of another model, Error(kNoMemory)
-  // saying how much a session needs and what there is.
+  // saying how much a session needs and what there is, Error(kUnsupported) for a backend or device
+  // that this build or machine does not have, with the reason.
   Session(std::shared_ptr<const Model> model, const SessionOptions& options);
   ~Session();
   Session(const Session&) = delete;

@@ -5,7 +5,7 @@
 
 #include "backend/cpu/cpu_backend.h"
 #ifdef FATHOM_CUDA
-#include "backend/cuda/cuda_devices.h"
+#include "backend/cuda/cuda_backend.h"
 #endif
 #include "backend/ref/ref_backend.h"
 #include "base/cpu_features.h"
@@ -16,19 +16,10 @@ namespace {
 
 std::string AlwaysAvailable() { return {}; }
 
-#ifdef FATHOM_CUDA
-// Listed so that `fathom info` says which devices a machine has; no kernels yet.
-std::string ProbeCuda() {
-  return "this version has no CUDA kernels (" + DescribeCudaDevices() + ")";
-}
-std::unique_ptr<Backend> MakeCuda(int /*n_threads*/) {
-  return nullptr;  // never called: the probe always refuses
-}
-#endif
-
 constexpr std::array kTable = {
 #ifdef FATHOM_CUDA
-    BackendEntry{"cuda", "CUDA devices", ProbeCuda, MakeCuda},
+    BackendEntry{"cuda", "CUDA kernels on copies of the arguments, compute capability 8.0 and up",
+                 ProbeCuda, MakeCudaBackend},
 #endif
     BackendEntry{"ref", "scalar double precision, one thread: the executable specification",
                  AlwaysAvailable, MakeRefBackend},

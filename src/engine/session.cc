@@ -28,6 +28,12 @@ std::string SizeText(std::int64_t bytes) {
 
 }  // namespace
 
+Device ParseDevice(const std::string& name) {
+  if (name == "cpu") return Device::kCpu;
+  if (name == "cuda") return Device::kCuda;
+  throw Error(ErrorCode::kUsage, "unknown device '" + name + "'; valid names: cpu, cuda");
+}
+
 void CheckSessionMemory(const ModelInfo& model, const MethodSpec& method,
                         const SessionOptions& options, std::int64_t mapped_tokens) {
   SessionMemory need = EstimateMemory(model, method, options.ctx_size, options.chunk);
@@ -126,6 +132,7 @@ Session::Session(std::shared_ptr<const Model> model, const SessionOptions& optio
     throw Error(ErrorCode::kUsage, "prefill chunk of " + std::to_string(checked.chunk) +
                                        " tokens; it must be 1.." + std::to_string(kMaxChunk));
   }
+  ParseDevice(checked.device);
   if (checked.calibration) checked.calibration->Check(model->info().n_layers, model->info().heads);
   const MethodSpec method = MethodSpec::Parse(checked.method);
   ValidateMethodSpec(method);

@@ -2,6 +2,7 @@
 // The inside of a Session, for the other files of this module.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <span>
@@ -10,17 +11,27 @@
 #include <vector>
 
 #include "engine/query_sampling.h"
+#include "engine/split_backend.h"
 #include "fathom/session.h"
 
 namespace fathom {
+
+// "cpu" or "cuda"; Error(kUsage) naming both for anything else.
+Device ParseDevice(const std::string& name);
 
 struct Session::Impl {
   Impl(std::shared_ptr<const Model> session_model, const SessionOptions& session_options)
       : model(std::move(session_model)),
         options(session_options),
         backend(MakeBackend(options.backend, options.n_threads)),
-        runner(model, backend->n_threads()),
+        runner(model, backend->n_threads(), ParseDevice(options.device),
+               std::min<std::int64_t>(options.chunk, options.ctx_size)),
         rows(model->info().n_layers, model->info().heads, options.ctx_size) {
+    // Rows and index are in host memory, so what reads few of them stays there. Prefill reads all.
+    if (options.device == "cuda") {
+      backend = std::make_unique<SplitBackend>(MakeBackend("cuda", options.n_threads),
+                                               std::move(backend));
+    }
     ClearQueries();
     method = NewMethod(options.method);
   }

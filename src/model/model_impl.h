@@ -2,6 +2,7 @@
 // The inside of a Model, for the other files of this module.
 #pragma once
 
+#include <memory>
 #include <mutex>
 #include <string>
 
@@ -27,6 +28,19 @@ struct Model::Impl {
     return weights;
   }
 
+  // What a device keeps of the weights: shared by all runners on it, made by the first and gone
+  // with the last. Returns what make() does, or did. Thread-safe.
+  template <typename Fn>
+  std::shared_ptr<const void> OnDevice(const Fn& make) const {
+    const std::lock_guard<std::mutex> lock(device_mutex);
+    std::shared_ptr<const void> shared = device_weights.lock();
+    if (!shared) {
+      shared = make();
+      device_weights = shared;
+    }
+    return shared;
+  }
+
   GgufFile file;
   HParams hparams;
   mutable Weights weights;  // changed by GraphWeights only
@@ -35,6 +49,8 @@ struct Model::Impl {
   mutable std::once_flag fingerprint_once;
   mutable std::string fingerprint;
   mutable std::once_flag repack_once;
+  mutable std::mutex device_mutex;
+  mutable std::weak_ptr<const void> device_weights;
 };
 
 }  // namespace fathom

@@ -1,0 +1,404 @@
+// SPDX-License-Identifier: MIT
+// The tensor-core scan of the mean codec: candidates above a limit, and the mass of the rest.
+//
+// A warp takes a tile of 16 blocks. Lane 4g + t loads the words of blocks 2g and 2g + 1 of eight
+// planes; a transpose of bytes inside the lane turns the words of four planes into registers that
+// hold four planes of eight tokens, and an AND with 0x01010101 << s leaves token s of them, worth
+// 2^s: an operand of the MMA without any exchange between lanes. Row g of an MMA is block 2g, row
+// g + 8 block 2g + 1; the other operand, the weights, never changes. The accumulator begins at
+// minus the least sum that makes a candidate, so that its sign is the comparison, and the signs of
+// 32 accumulators are tested at once.
+//
+// The block means are summed the same way: rows are the 16 blocks, columns the heads, and the
+// weights are split into three bytes.
+#include <cmath>
+
+#include "backend/cuda/scan_mean.cuh"
+
+namespace fathom::cuda {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kBlocksPerSm = 3;  // 168 registers a thread
+constexpr int kLimit = 8192;     // of the least sum; sums are below 2,048
+
+// What the kernel needs of a query head.
+struct HeadInfo {
+  int least;  // T of a candidate
+  int shift;
+  int constant;  // less what packed means are stored with
+  int low;       // of all parts
+  float scale;
+  float least_score;
+  float step;    // what one of the sum is worth in the exponent, base 2
+  float unit;    // what one of T is
+  float origin;  // of T = 0
+};
+
+struct Shared {
+  ScanPiece piece;
+  uint2 mean_fragment[2][MeanChunks(kMaxHeadDim)][3][32];
+  std::int32_t channel_row[kMaxHeadDim];
+  std::int32_t slot_offset[kFilterSlots];  // of the planes, in units of 16 bytes; -1: no plane
+  HeadInfo head[kMaxGroup];                // columns beyond the group never reach their limit
+  int n_channels, n_parts;
+};
+
+template <int kMeanBits>
+__device__ void MeanOperand(const Shared& shared, int tile, int chunk, std::uint32_t (&a)[4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    std::uint32_t even = 0, odd = 0;  // blocks 2g and 2g + 1
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const int c = chunk * 32 + r * 16 + t * 4 + k;
+      if (c >= shared.n_channels) continue;
+      const std::uint8_t* row =
+          shared.piece.means +
+          static_cast<std::int64_t>(shared.channel_row[c]) * shared.piece.mean_stride;
+      if (kMeanBits == 4) {
+        const std::uint32_t byte = __ldg(row + tile * (kTileBlocks / 2) + g);
+        even |= (byte & 15u) << 8 * k;
+        odd |= (byte >> 4) << 8 * k;
+      } else {
+        const std::uint32_t two =
+            __ldg(reinterpret_cast<const std::uint16_t*>(row + tile * kTileBlocks) + g);
+        even |= (two & 255u) << 8 * k;
+        odd |= (two >> 8) << 8 * k;
+      }
+    }
+    a[2 * r] = even;
+    a[2 * r + 1] = odd;
+  }
+}
+
+// base[0], [1]: block 2g, heads 2t and 2t + 1; [2], [3]: block 2g + 1.
+template <int kMeanBits>
+__device__ void TileBases(const Shared& shared, int tile, int column, int (&base)[4]) {
+  int digit[3][4] = {};
+  for (int chunk = 0; chunk * 32 < shared.n_channels; ++chunk) {
+    std::uint32_t a[4];
+    MeanOperand<kMeanBits>(shared, tile, chunk, a);
+#pragma unroll
+    for (int d = 0; d < 3; ++d) {
+      const uint2 b = shared.mean_fragment[column][chunk][d][threadIdx.x % 32];
+      kMeanBits == 4 ? MmaU8S8(digit[d], a, b, digit[d]) : MmaS8S8(digit[d], a, b, digit[d]);
+    }
+  }
+  const HeadInfo* heads = shared.head + column * 8 + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    base[i] = heads[i % 2].constant + digit[0][i] + (digit[1][i] << 8) + (digit[2][i] << 16);
+  }
+}
+
+// The least sum over all planes at which a token of the block may be a candidate. Averaging parts
+// rounds up: two at most by a half, four by one, eight by one and a half.
+__device__ int LeastSum(int least, int base, int shift, int low, int n_parts) {
+  const int u = (least - base + (1 << shift) - 1) >> shift;  // of U; the shift rounds down
+  const int near = min(max(u, -kLimit / 16), kLimit / 16);
+  const int slack = n_parts == 1 ? 0 : n_parts == 2 ? 1 : n_parts == 4 ? 4 : 12;
+  return near * n_parts - slack - low;
+}
+
+// U of a token where several averages make the sum ambiguous: from the planes again. Rare.
+__device__ __noinline__ int ExactSum(const MeanTables& t, const ScanPiece& piece, int h, int block,
+                                     int bit) {
+  const MeanTableHead& head = t.head[piece.table];
+  const std::int64_t row = std::int64_t{piece.table} * t.head_dim * kPlanes;
+  int part[kMostParts];
+  for (int r = 0, p = 0; r < head.n_parts; ++r) {
+    part[r] = head.low[r * kMaxGroup + h];
+    for (; p < head.part_end[r]; ++p) {
+      const std::uint64_t word = piece.planes[PlaneRow(piece, t, p) * piece.plane_stride + block];
+      if ((word >> bit & 1) != 0) part[r] += t.weight[(row + p) * t.group + h];
+    }
+  }
+  for (int n = head.n_parts; n > 1; n /= 2) {
+    for (int i = 0; i < n / 2; ++i) part[i] = (part[2 * i] + part[2 * i + 1] + 1) / 2;
+  }
+  return part[0];
+}
+
+// A sum that reached its limit: the exact score, compared as `ref` would.
+__device__ __noinline__ void Emit(const MeanScan& s, const Shared& shared, int h, int block,
+                                  int bit, int sum, int base) {
+  const int token = (shared.piece.first_block + block) * kBlockTokens + bit;
+  const Lengths& lengths = LengthsOf(s, shared.piece.head);
+  // Words beyond the piece's blocks may hold anything, and their tokens may be another piece's.
+  if (block >= shared.piece.n_blocks || h >= s.tables.group) return;
+  if (token < lengths.first || token >= lengths.last) return;
+  const HeadInfo& head = shared.head[h];
+  int u = sum + head.low;
+  if (shared.n_parts == 2) u = (u + 1) >> 1;
+  if (shared.n_parts > 2) u = ExactSum(s.tables, shared.piece, h, block, bit);
+  const float score = static_cast<float>((u << head.shift) + base) * head.scale;
+  if (score >= head.least_score) {
+    AddCandidate(s.sink.candidates, std::int64_t{shared.piece.head} * s.tables.group + h, score,
+                 token);
+  }
+}
+
+__device__ void FillHeads(const MeanScan& s, Shared& shared) {
+  const int h = static_cast<int>(threadIdx.x);
+  if (h >= kMaxGroup) return;
+  HeadInfo info{};
+  info.least = 1 << 26;
+  if (h < s.tables.group) {
+    const MeanTableHead& head = s.tables.head[shared.piece.table];
+    info.least_score =
+        s.sink.candidates.least[std::int64_t{shared.piece.head} * s.tables.group + h];
+    info.scale = head.scale[h];
+    info.least = LeastTotal(info.least_score, info.scale);
+    info.shift = head.shift[h];
+    info.constant = head.constant[h] - (s.mean_bits == 4 ? 8 * head.mean_total[h] : 0);
+    for (int r = 0; r < head.n_parts; ++r) info.low += head.low[r * kMaxGroup + h];
+    constexpr float kLog2E = 1.4426950408889634F;
+    info.unit = s.exp_scale * kLog2E * info.scale;
+    info.step = info.unit * static_cast<float>(1 << info.shift) / static_cast<float>(head.n_parts);
+    info.origin = -s.exp_scale * kLog2E * info.least_score;
+  }
+  shared.head[h] = info;
+}
+
+struct Tile {
+  int index;
+  int column;   // group of eight heads
+  int base[4];  // as accumulators: two blocks, two heads
+  int least_sum[4];
+};
+
+// The exponent of a token with an accumulator of 0, base 2.
+__device__ float OriginOf(const Shared& shared, const Tile& tile, int i) {
+  const HeadInfo& head = shared.head[tile.column * 8 + threadIdx.x % 4 * 2 + i % 2];
+  const int n = shared.n_parts;
+  // What rounding up adds to the average in the mean, log2(n) / 4, times n.
+  const float bias = n == 1 ? 0.0F : n == 2 ? 0.5F : n == 4 ? 2.0F : 6.0F;
+  return head.step * (static_cast<float>(tile.least_sum[i] + head.low) + bias) +
+         head.unit * static_cast<float>(tile.base[i]) + head.origin;
+}
+
+// The masses of 16 accumulators of one bit position; first: the token of the first octet.
+template <bool kEdge>
+__device__ void AddMasses(const int (&acc)[4][4], const float (&step)[2], const float (&origin)[4],
+                          int first, int begin, int end, float (&mass)[4]) {
+#pragma unroll
+  for (int o = 0; o < 4; ++o) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float x = __fmaf_rn(static_cast<float>(acc[o][i]), step[i % 2], origin[i]);
+      float e = Exp2(fminf(x, 0.0F));
+      if (kEdge) {
+        const int token = first + i / 2 * kBlockTokens + o * 8;
+        if (token < begin || token >= end) e = 0;
+      }
+      mass[i] += e;
+    }
+  }
+}
+
+// Sums of the tile's planes in one group of heads: candidates out, masses into rest.
+template <int kChunks, bool kRest, bool kEdge>
+__device__ void FilterTile(const MeanScan& s, const Shared& shared, const Tile& tile,
+                           const uint4 (&word)[kChunks][8], const uint2 (&weight)[kChunks],
+                           float (&mass)[4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int block = tile.index * kTileBlocks + lane / 4 * 2;
+  const int h = tile.column * 8 + lane % 4 * 2;
+  float origin[4] = {}, step[2] = {};
+  int begin = 0, end = 0;
+  if (kRest) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) origin[i] = OriginOf(shared, tile, i);
+    step[0] = shared.head[h].step;
+    step[1] = shared.head[h + 1].step;
+  }
+  if (kEdge) {
+    begin = LengthsOf(s, shared.piece.head).first;
+    end = LengthsOf(s, shared.piece.head).last;
+  }
+#pragma unroll 1
+  for (int bit = 0; bit < 8; ++bit) {
+    const std::uint32_t mask = 0x01010101u << bit;
+    const int start[4] = {-(tile.least_sum[0] << bit), -(tile.least_sum[1] << bit),
+                          -(tile.least_sum[2] << bit), -(tile.least_sum[3] << bit)};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // tokens 0 .. 31 and 32 .. 63 of the blocks
+      int acc[4][4];
+#pragma unroll
+      for (int o = 0; o < 4; ++o) {  // octets of tokens
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+          const uint4 &x = word[c][o], &y = word[c][o + 4];
+          const std::uint32_t a[4] = {
+              (half == 0 ? x.x : x.y) & mask, (half == 0 ? x.z : x.w) & mask,
+              (half == 0 ? y.x : y.y) & mask, (half == 0 ? y.z : y.w) & mask};
+          c == 0 ? MmaU8S8(acc[o], a, weight[c], start) : MmaU8S8(acc[o], a, weight[c], acc[o]);
+        }
+      }
+      int below = -1;  // negative while all sums are below their limits
+#pragma unroll
+      for (int o = 0; o < 4; ++o) below &= acc[o][0] & acc[o][1] & acc[o][2] & acc[o][3];
+      if (below >= 0) {
+#pragma unroll
+        for (int o = 0; o < 4; ++o) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            if (acc[o][i] < 0) continue;
+            Emit(s, shared, h + i % 2, block + i / 2, half * 32 + o * 8 + bit,
+                 (acc[o][i] >> bit) + tile.least_sum[i], tile.base[i]);
+          }
+        }
+      }
+      if (kRest) {
+        const int first = (shared.piece.first_block + block) * kBlockTokens + half * 32 + bit;
+        AddMasses<kEdge>(acc, step, origin, first, begin, end, mass);
+      }
+    }
+    if (kRest) {
+      step[0] *= 0.5F;
+      step[1] *= 0.5F;
+    }
+  }
+}
+
+template <int kChunks>
+__device__ void LoadWords(const Shared& shared, int tile, uint4 (&word)[kChunks][8]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint4* base =
+      reinterpret_cast<const uint4*>(shared.piece.planes) + tile * (kTileBlocks / 2) + lane / 4;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const int offset = shared.slot_offset[c * 32 + i / 4 * 16 + lane % 4 * 4 + i % 4];
+      word[c][i] = offset >= 0 ? __ldg(base + offset) : uint4{0, 0, 0, 0};
+    }
+  }
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      TransposeBytes(word[c][i].x, word[c][i + 1].x, word[c][i + 2].x, word[c][i + 3].x);
+      TransposeBytes(word[c][i].y, word[c][i + 1].y, word[c][i + 2].y, word[c][i + 3].y);
+      TransposeBytes(word[c][i].z, word[c][i + 1].z, word[c][i + 2].z, word[c][i + 3].z);
+      TransposeBytes(word[c][i].w, word[c][i + 1].w, word[c][i + 2].w, word[c][i + 3].w);
+    }
+  }
+}
+
+// Limits of a tile's heads, and the scan of it.
+template <int kMeanBits, bool kRest, int kChunks>
+__device__ void FilterColumn(const MeanScan& s, const Shared& shared, int tile, int column,
+                             bool edge, const uint4 (&word)[kChunks][8]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const HeadInfo* heads = shared.head + column * 8 + lane % 4 * 2;
+  Tile state{tile, column, {}, {}};
+  TileBases<kMeanBits>(shared, tile, column, state.base);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const HeadInfo& head = heads[i % 2];
+    state.least_sum[i] = LeastSum(head.least, state.base[i], head.shift, head.low, shared.n_parts);
+  }
+  uint2 weight[kChunks];
+  const std::int64_t fragment =
+      std::int64_t{shared.piece.table} * ColumnGroups(s.tables.group) + column;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+    weight[c] = __ldg(s.tables.fragment + (fragment * 2 + c) * 32 + lane);
+  }
+  float mass[4] = {};
+  if (kRest && edge) {
+    FilterTile<kChunks, kRest, true>(s, shared, state, word, weight, mass);
+  } else {
+    FilterTile<kChunks, kRest, false>(s, shared, state, word, weight, mass);
+  }
+  if constexpr (kRest) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int h = column * 8 + lane % 4 * 2 + i % 2;
+      const int block = tile * kTileBlocks + lane / 4 * 2 + i / 2;
+      if (h >= s.tables.group || block >= shared.piece.n_blocks) continue;
+      s.rest[(std::int64_t{shared.piece.head} * s.tables.group + h) * s.rest_stride +
+             shared.piece.first_block + block] = mass[i];
+    }
+  }
+}
+
+template <int kMeanBits, bool kRest, int kChunks>
+__device__ void FilterPiece(const MeanScan& s, const Shared& shared) {
+  const int begin = LengthsOf(s, shared.piece.head).first;
+  const int end = LengthsOf(s, shared.piece.head).last;
+  const int n_tiles = (shared.piece.n_blocks + kTileBlocks - 1) / kTileBlocks;
+  const int columns = ColumnGroups(s.tables.group);
+  for (int tile = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32); tile < n_tiles;
+       tile += static_cast<int>(gridDim.x) * kWarps) {
+    uint4 word[kChunks][8];
+    LoadWords<kChunks>(shared, tile, word);
+    const int first = (shared.piece.first_block + tile * kTileBlocks) * kBlockTokens;
+    const bool edge = first < begin || first + kTileTokens > end;
+#pragma unroll 1
+    for (int column = 0; column < columns; ++column) {
+      FilterColumn<kMeanBits, kRest, kChunks>(s, shared, tile, column, edge, word);
+    }
+  }
+}
+
+template <int kMeanBits, bool kRest>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+    FilterKernel(const __grid_constant__ MeanScan s) {
+  __shared__ Shared shared;
+  const MeanTables& t = s.tables;
+  if (threadIdx.x == 0) shared.piece = s.pieces[blockIdx.y];
+  __syncthreads();
+  const ScanPiece& piece = shared.piece;
+  const MeanTableHead& head = t.head[piece.table];
+  if (head.n_slots > kFilterSlots || LengthsOf(s, piece.head).keep == 0) return;
+  const int columns = ColumnGroups(t.group), chunks = MeanChunks(t.head_dim);
+  const int n_fragments = columns * chunks * 96;
+  for (int i = static_cast<int>(threadIdx.x); i < n_fragments; i += kThreads) {
+    shared.mean_fragment[i / (chunks * 96)][i / 96 % chunks][i / 32 % 3][i % 32] =
+        t.mean_fragment[std::int64_t{piece.table} * n_fragments + i];
+  }
+  for (int c = static_cast<int>(threadIdx.x); c < head.n_channels; c += kThreads) {
+    shared.channel_row[c] = static_cast<std::int32_t>(MeanRow(piece, t, c));
+  }
+  for (int i = static_cast<int>(threadIdx.x); i < kFilterSlots; i += kThreads) {
+    const int slot = t.slot[piece.table * kFilterSlots + i];
+    shared.slot_offset[i] =
+        slot < 0 ? -1 : static_cast<int>(PlaneRow(piece, t, slot) * (piece.plane_stride / 2));
+  }
+  if (threadIdx.x == 0) {
+    shared.n_channels = head.n_channels;
+    shared.n_parts = head.n_parts;
+  }
+  FillHeads(s, shared);
+  __syncthreads();
+  head.n_slots > 32 ? FilterPiece<kMeanBits, kRest, 2>(s, shared)
+                    : FilterPiece<kMeanBits, kRest, 1>(s, shared);
+}
+
+}  // namespace
+
+void FilterMean(const MeanScan& scan, cudaStream_t stream) {
+  if (scan.n_pieces == 0 || scan.max_tiles == 0) return;
+  // As many blocks of threads as run at once: each reads its operands once for all its tiles.
+  constexpr int kResident = 132 * kBlocksPerSm;
+  const int most = (scan.max_tiles + kWarps - 1) / kWarps;
+  const int wanted = (kResident + scan.n_pieces - 1) / scan.n_pieces;
+  const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
+                  static_cast<unsigned>(scan.n_pieces));
+  const bool rest = scan.rest != nullptr;
+  if (scan.mean_bits == 4) {
+    rest ? FilterKernel<4, true><<<grid, kThreads, 0, stream>>>(scan)
+         : FilterKernel<4, false><<<grid, kThreads, 0, stream>>>(scan);
+  } else {
+    rest ? FilterKernel<8, true><<<grid, kThreads, 0, stream>>>(scan)
+         : FilterKernel<8, false><<<grid, kThreads, 0, stream>>>(scan);
+  }
+  CheckLaunch("FilterMean");
+}
+
+}  // namespace fathom::cuda

@@ -1,0 +1,460 @@
+// SPDX-License-Identifier: MIT
+#include "fathom/step_bench.h"
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/cuda_devices.h"
+#include "base/timer.h"
+#include "device/bench_index.h"
+#include "device/synthetic.h"
+#include "fathom/error.h"
+#include "memory/system_memory.h"
+#include "model/cuda/dense.h"
+
+namespace fathom {
+namespace {
+
+using cuda::AttentionStep;
+using cuda::Check;
+using cuda::DeviceBuffer;
+
+constexpr std::int32_t kRing = 256;  // recent tokens in HBM: window, tail and some more
+constexpr int kWarmSteps = 3;
+constexpr int kFitSteps = 2;  // whose queries the multiplier is fitted on
+constexpr std::int64_t kCopyBytes = std::int64_t{512} << 20;
+constexpr double kRowsShare = 0.5;  // of the memory that the index leaves, for rows
+constexpr std::int64_t kMostRowBytes = std::int64_t{16} << 30;
+
+std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+double Median(std::vector<double> v) {
+  if (v.empty()) return 0;
+  const auto middle = v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2);
+  std::nth_element(v.begin(), middle, v.end());
+  return *middle;
+}
+
+cuda::DenseShape DenseShapeOf(const StepShape& s) {
+  cuda::DenseShape shape = cuda::Qwen3_8B();  // rope and eps of it
+  shape.n_layers = s.n_layers;
+  shape.n_embd = s.n_embd;
+  shape.n_ff = s.n_ff;
+  shape.n_vocab = s.n_vocab;
+  shape.heads = s.heads;
+  shape.has_qk_norm = s.has_qk_norm;
+  shape.rope.n_dims = s.heads.head_dim;
+  return shape;
+}
+
+void CheckOptions(const StepBenchOptions& o) {
+  const auto fail = [](const std::string& text) { throw Error(ErrorCode::kUsage, text); };
+  if (o.placement != "host" && o.placement != "hbm") {
+    fail("placement '" + o.placement + "'; valid: host, hbm");
+  }
+  if (o.n_tokens < 4 * kRing) {
+    fail("context of " + std::to_string(o.n_tokens) + " tokens; it must be at least " +
+         std::to_string(4 * kRing));
+  }
+  if (o.batch < 1 || o.batch > 64) fail("batch of " + std::to_string(o.batch) + "; 1..64");
+  if (o.k <= kAlwaysKept) fail("k=" + std::to_string(o.k) + "; at least 37");
+}
+
+// Host memory outlives a run: registering it takes seconds, and runs follow one another.
+cuda::HostArena* SharedArena(std::int64_t bytes) {
+  static std::unique_ptr<cuda::HostArena> arena;
+  if (arena == nullptr || arena->size() < bytes) {
+    arena.reset();
+    arena = std::make_unique<cuda::HostArena>(bytes);
+  }
+  arena->FreeAll();
+  return arena.get();
+}
+
+// Weights of the last shape, likewise.
+std::shared_ptr<const cuda::DeviceWeights> SharedWeights(const StepShape& shape,
+                                                         std::uint64_t seed) {
+  static std::shared_ptr<const cuda::DeviceWeights> weights;
+  static std::string name;
+  if (weights == nullptr || name != shape.name) {
+    weights.reset();
+    weights = cuda::DeviceWeights::Random(DenseShapeOf(shape), seed);
+    name = shape.name;
+  }
+  return weights;
+}
+
+// Deviations of key channels, unequal as in real models: a few strong ones, many weak.
+std::vector<float> ChannelDeviations(const HeadGeometry& heads) {
+  std::vector<float> sigma;
+  for (std::int32_t h = 0; h < heads.n_kv_heads; ++h) {
+    for (std::int32_t j = 0; j < heads.head_dim; ++j) {
+      const int rank = (j * 37 + h * 11) % heads.head_dim;  // some order of the channels
+      sigma.push_back(
+          2.5F * std::exp(-3.0F * static_cast<float>(rank) / static_cast<float>(heads.head_dim)));
+    }
+  }
+  return sigma;
+}
+
+class Bench {
+ public:
+  Bench(const StepBenchOptions& options, const StepBenchProgress& progress)
+      : options_(options),
+        progress_(progress),
+        method_(cuda::ParseBenchMethod(options.method, options.shape.heads.head_dim)),
+        sizes_{options.shape.heads, options.shape.n_layers, options.batch, options.n_tokens,
+               options.k,           method_.residual} {
+    result_.method = method_.spec;
+    result_.placement = options.placement;
+    result_.n_tokens = options.n_tokens;
+    result_.batch = options.batch;
+    result_.device = DescribeCudaDevices();
+  }
+
+  StepBenchResult Run() {
+    ReserveHost();
+    Say("making weights", "", 0, 1);
+    weights_ = SharedWeights(options_.shape, options_.seed);
+    dense_ = std::make_unique<cuda::DenseOps>(weights_, options_.batch);
+    attention_ = std::make_unique<AttentionStep>(sizes_, method_.chunk);
+    MakeInputs();
+    MakeRows();
+    const std::vector<std::int64_t> lengths(Size(options_.batch), options_.n_tokens);
+    attention_->SetLengths(lengths, method_.kind == cuda::BenchMethod::Kind::kDense, Stream());
+    index_ = cuda::MakeBenchIndex(method_, {sizes_, options_.n_tokens, OnHost(), options_.seed},
+                                  ChannelDeviations(sizes_.heads), attention_->scan_lengths(),
+                                  arena_, Stream(), [this](std::int64_t done, std::int64_t total) {
+                                    Say("making the index", "layers", done, total);
+                                  });
+    dense_->Prepare(options_.batch, options_.batch);
+    FitMultiplier();
+    Count();
+    MeasureCopies();
+    Time();
+    return result_;
+  }
+
+ private:
+  bool OnHost() const { return options_.placement == "host"; }
+  cudaStream_t Stream() const { return stream_.get(); }
+  void Say(std::string_view what, std::string_view unit, std::int64_t done, std::int64_t total) {
+    if (progress_ && !progress_(what, unit, done, total)) {
+      throw Error(ErrorCode::kCancelled, "the benchmark was stopped");
+    }
+  }
+
+  // Index and as many rows as there is memory for.
+  void ReserveHost() {
+    const cuda::BenchPlace place{sizes_, options_.n_tokens, OnHost(), options_.seed};
+    const std::int64_t index = OnHost() ? cuda::BenchIndexBytes(method_, place) : 0;
+    const std::int64_t row =
+        std::int64_t{sizes_.n_layers} * sizes_.n_heads() * 2 * sizes_.heads.head_dim * 2;
+    modulus_ = options_.fold_tokens;
+    if (modulus_ <= 0) {
+      const double left = static_cast<double>(AvailableMemoryBytes() - index) * kRowsShare;
+      const auto most = std::min(static_cast<std::int64_t>(std::max(left, 0.0)), kMostRowBytes);
+      modulus_ = options_.n_tokens;
+      while (modulus_ > kRing && modulus_ * row > most) modulus_ /= 2;
+    }
+    modulus_ = std::min(modulus_, options_.n_tokens);
+    result_.row_modulus = modulus_ < options_.n_tokens ? modulus_ : 0;
+    arena_ = SharedArena(index + modulus_ * row + (std::int64_t{64} << 20));
+    arena_->Wait([this](std::int64_t done, std::int64_t total) {
+      Say("registering host memory", "MiB", done >> 20, total >> 20);
+      return true;
+    });
+    result_.pinned = arena_->pinned();
+    if (!result_.pinned) {
+      throw Error(ErrorCode::kNoMemory,
+                  "host memory cannot be registered with CUDA: " + arena_->reason() +
+                      "; the kernels of a step read it in place");
+    }
+  }
+
+  void MakeInputs() {
+    const std::vector<std::int32_t> positions(Size(options_.batch),
+                                              static_cast<std::int32_t>(options_.n_tokens - 1));
+    std::vector<std::int32_t> tokens;
+    for (int s = 0; s < options_.batch; ++s)
+      tokens.push_back((7 + 13 * s) % options_.shape.n_vocab);
+    positions_ = DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(positions));
+    tokens_ = DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(tokens));
+    const std::int64_t q = std::int64_t{sizes_.n_lists()} * sizes_.heads.head_dim;
+    const std::int64_t kv = std::int64_t{sizes_.n_heads()} * sizes_.heads.head_dim;
+    q_.Reserve(Size(q));
+    out_.Reserve(Size(q));
+    k_.Reserve(Size(kv));
+    v_.Reserve(Size(kv));
+    logits_.Reserve(Size(std::int64_t{options_.batch} * options_.shape.n_vocab));
+  }
+
+  void MakeRows() {
+    const std::int64_t heads = sizes_.n_heads(), dim = sizes_.heads.head_dim;
+    const std::int64_t head_rows = modulus_ * 2 * dim;
+    const std::vector<float> sigma = ChannelDeviations(sizes_.heads);
+    const DeviceBuffer<float> device_sigma{std::span<const float>(sigma)};
+    const std::int64_t blocks = options_.n_tokens / kBlockTokens;
+    const std::vector<std::int32_t> modulus{static_cast<std::int32_t>(modulus_)};
+    modulus_device_ = DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(modulus));
+    const std::vector<std::int32_t> recent(
+        Size(options_.batch), static_cast<std::int32_t>(options_.n_tokens - kRing + 64));
+    recent_first_ = DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(recent));
+    sinks_.Reserve(Size(sizes_.n_layers * heads * kSinks * 2 * dim));
+    ring_.Reserve(Size(sizes_.n_layers * heads * kRing * 2 * dim));
+    cuda::FillNormal(sinks_.data(), static_cast<std::int64_t>(sinks_.size()), 1, 3, Stream());
+    cuda::FillNormal(ring_.data(), static_cast<std::int64_t>(ring_.size()), 1, 4, Stream());
+    if (method_.residual) {
+      means_.Reserve(Size(sizes_.n_layers * heads * blocks * dim));
+      cuda::FillNormal(means_.data(), static_cast<std::int64_t>(means_.size()), 0.125F, 5,
+                       Stream());
+      mean_value_.Reserve(Size(heads * dim));
+      Check(cudaMemset(mean_value_.data(), 0, mean_value_.size() * 4), "cudaMemset");
+      const std::vector<float> one(Size(sizes_.n_lists()), 1.0F);
+      factor_ = DeviceBuffer<float>(std::span<const float>(one));
+    }
+    for (std::int64_t layer = 0; layer < sizes_.n_layers; ++layer) {
+      auto* base = reinterpret_cast<Half*>(arena_->Allocate(heads * head_rows * 2));
+      std::vector<Half*> rows;
+      std::vector<const Half*> const_rows, means;
+      for (std::int64_t h = 0; h < heads; ++h) {
+        rows.push_back(base + h * head_rows);
+        const_rows.push_back(rows.back());
+        means.push_back(means_.data() + (layer * heads + h) * blocks * dim);
+      }
+      row_lists_.emplace_back(std::span<Half* const>(rows));
+      const_row_lists_.emplace_back(std::span<const Half* const>(const_rows));
+      mean_lists_.emplace_back(std::span<const Half* const>(means));
+      cuda::FillRows({sizes_.n_heads(), sizes_.heads.n_kv_heads, sizes_.heads.head_dim,
+                      row_lists_.back().data(), 0, modulus_, device_sigma.data(),
+                      options_.seed + static_cast<std::uint64_t>(layer)},
+                     Stream());
+      stream_.Wait();
+      Say("writing rows", "layers", layer + 1, sizes_.n_layers);
+    }
+  }
+
+  cuda::LayerRows RowsOf(std::int32_t layer) const {
+    const std::int64_t at = std::int64_t{layer} * sizes_.n_heads() * 2 * sizes_.heads.head_dim;
+    cuda::LayerRows rows;
+    rows.source = {
+        const_row_lists_[Size(layer)].data(),
+        modulus_device_.data(),
+        {sinks_.data() + at * kSinks, ring_.data() + at * kRing, kRing, recent_first_.data()}};
+    if (method_.residual) {
+      rows.value_means = mean_lists_[Size(layer)].data();
+      rows.mean_value = mean_value_.data();
+      rows.factor = factor_.data();
+    }
+    return rows;
+  }
+
+  // Records one decode step. mark(-1 .. ) says where a stage of a layer ends.
+  template <typename Mark>
+  void Step(cudaStream_t stream, const Mark& mark) {
+    dense_->Embed(tokens_.data(), options_.batch, stream);
+    cuda::IndexScan* scan = index_ == nullptr ? nullptr : index_->scan();
+    for (std::int32_t layer = 0; layer < sizes_.n_layers; ++layer) {
+      dense_->BeforeAttention(layer, options_.batch, positions_.data(), q_.data(), k_.data(),
+                              v_.data(), stream);
+      mark(layer, kDense);
+      const std::int64_t at = std::int64_t{layer} * sizes_.n_heads() * 2 * sizes_.heads.head_dim;
+      cuda::Append({sizes_.n_heads(), sizes_.heads.n_kv_heads, sizes_.heads.head_dim, k_.data(),
+                    v_.data(), positions_.data(), ring_.data() + at * kRing, kRing,
+                    row_lists_[Size(layer)].data(), static_cast<std::int32_t>(modulus_)},
+                   stream);
+      attention_->Run(layer, scan, RowsOf(layer), q_.data(), out_.data(), stream,
+                      [&](std::int32_t l, AttentionStep::Stage stage) {
+                        mark(l, 1 + static_cast<int>(stage));
+                      });
+      dense_->AfterAttention(layer, options_.batch, out_.data(), stream);
+    }
+    dense_->Logits(0, options_.batch, logits_.data(), stream);
+    dense_->Greedy(logits_.data(), options_.batch, tokens_.data(), stream);
+    mark(sizes_.n_layers, kDense);
+  }
+
+  void FitMultiplier() {
+    if (index_ == nullptr) return;
+    // Twice: the first steps attend to what a plan of everything finds.
+    for (int round = 0; round < 2; ++round) {
+      std::vector<std::vector<float>> queries;
+      for (int i = 0; i < kFitSteps; ++i) {
+        Step(Stream(), [&](std::int32_t layer, int stage) {
+          if (stage != kDense || layer == sizes_.n_layers) return;
+          queries.emplace_back(q_.size());
+          Check(cudaMemcpyAsync(queries.back().data(), q_.data(), q_.size() * 4,
+                                cudaMemcpyDeviceToHost, Stream()),
+                "cudaMemcpyAsync");
+          stream_.Wait();
+        });
+        Say("fitting the plan", "steps", round * kFitSteps + i + 1, 2 * kFitSteps);
+      }
+      index_->FitMultiplier(queries);
+    }
+  }
+
+  // One step with a look at every layer: what is read, fetched and made again.
+  void Count() {
+    std::vector<std::int32_t> count(Size(sizes_.n_heads())), redo(count.size());
+    double bits = 0, rows = 0;
+    Step(Stream(), [&](std::int32_t layer, int stage) {
+      if (stage != 1 + static_cast<int>(AttentionStep::Stage::kSelect)) return;
+      (void)layer;
+      if (index_ == nullptr) return;
+      const cuda::ScanCost cost = index_->scan()->Cost(Stream());
+      bits += cost.read_bits;
+      result_.link_bytes += cost.link_bytes;
+      result_.scan_bytes += cost.scan_bytes;
+      Check(cudaMemcpyAsync(count.data(), attention_->attended().count, count.size() * 4,
+                            cudaMemcpyDeviceToHost, Stream()),
+            "cudaMemcpyAsync");
+      stream_.Wait();
+      Check(cudaMemcpyAsync(redo.data(), attention_->redo(), redo.size() * 4,
+                            cudaMemcpyDeviceToHost, Stream()),
+            "cudaMemcpyAsync");
+      stream_.Wait();
+      for (const std::int32_t n : count) rows += std::max(n - kAlwaysKept, 0);
+      for (const std::int32_t r : redo) result_.redone_lists += r * sizes_.heads.group();
+    });
+    stream_.Wait();
+    if (index_ == nullptr) {
+      rows = static_cast<double>(options_.n_tokens) * sizes_.n_heads() * sizes_.n_layers;
+    }
+    const double calls = static_cast<double>(sizes_.n_layers) * sizes_.n_heads();
+    row_bytes_ = rows * 4 * sizes_.heads.head_dim;
+    result_.winners_per_head = rows / calls;
+    result_.read_bits = bits / sizes_.n_layers;
+    index_bytes_ = result_.link_bytes;
+    result_.link_bytes += row_bytes_;
+    result_.hbm_bytes = static_cast<double>(cuda::DeviceWeights::Bytes(weights_->shape())) +
+                        2 * result_.link_bytes + result_.scan_bytes;
+  }
+
+  void MeasureCopies() {
+    const DeviceBuffer<std::byte> a{Size(kCopyBytes)}, b{Size(kCopyBytes)};
+    const std::int64_t host = std::min(kCopyBytes, arena_->used_bytes());
+    std::vector<double> link, hbm;
+    cuda::Event start, middle, end;
+    for (int i = 0; i < 5; ++i) {
+      start.Record(Stream());
+      arena_->CopyToDevice(a.data(), arena_->data(), host, Stream());
+      middle.Record(Stream());
+      for (int r = 0; r < 4; ++r) {
+        Check(cudaMemcpyAsync(b.data(), a.data(), Size(kCopyBytes), cudaMemcpyDeviceToDevice,
+                              Stream()),
+              "cudaMemcpyAsync");
+      }
+      end.Record(Stream());
+      stream_.Wait();
+      link.push_back(static_cast<double>(host) / middle.Since(start) / 1e9);
+      hbm.push_back(4 * 2 * static_cast<double>(kCopyBytes) / end.Since(middle) / 1e9);
+    }
+    result_.memcpy_gb_s = Median(link);
+    result_.hbm_copy_gb_s = Median(hbm);
+  }
+
+  void Time() {
+    cuda::Graph graph(Stream(), [&](cudaStream_t s) { Step(s, [](std::int32_t, int) {}); });
+    std::vector<double> gpu, wall;
+    cuda::Event start, end;
+    const double begin = NowSeconds();
+    for (std::int64_t i = 0; i < kWarmSteps + options_.steps; ++i) {
+      const double before = NowSeconds();
+      start.Record(Stream());
+      graph.Launch(Stream());
+      end.Record(Stream());
+      stream_.Wait();
+      const double after = NowSeconds();
+      if (i < kWarmSteps) continue;
+      gpu.push_back(end.Since(start) * 1e3);
+      wall.push_back((after - before) * 1e3);
+      Say("timing", "steps", i - kWarmSteps + 1, options_.steps);
+      if (after - begin > options_.seconds && gpu.size() >= 3) break;
+    }
+    result_.steps = static_cast<std::int64_t>(gpu.size());
+    result_.gpu_ms = Median(gpu);
+    result_.wall_ms = Median(wall);
+    TimeStages(std::clamp<int>(static_cast<int>(gpu.size()), 3, 10));
+  }
+
+  // The same step with an event where each stage ends; kept apart because events take time.
+  void TimeStages(int steps) {
+    struct Mark {
+      cuda::Event event;
+      int stage;
+    };
+    std::vector<Mark> marks;
+    const auto record = [&](cudaStream_t s, int stage) {
+      marks.push_back({cuda::Event(), stage});
+      Check(cudaEventRecordWithFlags(marks.back().event.get(), s, cudaEventRecordExternal),
+            "cudaEventRecordWithFlags");
+    };
+    cuda::Graph graph(Stream(), [&](cudaStream_t s) {
+      record(s, kDense);
+      Step(s, [&](std::int32_t, int stage) { record(s, stage); });
+    });
+    std::vector<std::vector<double>> ms(kStages);
+    for (int i = 0; i < steps; ++i) {
+      graph.Launch(Stream());
+      stream_.Wait();
+      std::vector<double> sum(kStages);
+      for (std::size_t m = 1; m < marks.size(); ++m) {
+        sum[Size(marks[m].stage)] += marks[m].event.Since(marks[m - 1].event) * 1e3;
+      }
+      for (std::size_t s = 0; s < sum.size(); ++s) ms[s].push_back(sum[s]);
+    }
+    double all = 0;
+    for (int s = 0; s < kStages; ++s) {
+      result_.stages.push_back({std::string(kStepStages[s]), Median(ms[Size(s)])});
+      all += result_.stages.back().gpu_ms;
+    }
+    result_.stages.push_back(
+        {std::string(kStepStages[kStages]), std::max(result_.gpu_ms - all, 0.0)});
+    const double gather = result_.stages[kGather].gpu_ms, rows = result_.stages[kRows].gpu_ms;
+    if (index_bytes_ > 0 && gather > 0) result_.gather_gb_s = index_bytes_ / gather / 1e6;
+    if (rows > 0) result_.rows_gb_s = row_bytes_ / rows / 1e6;
+    const double moved = (OnHost() ? gather : 0) + rows;
+    result_.non_transfer_share = std::max(0.0, 1 - moved / result_.gpu_ms);
+  }
+
+  // Stages as kStepStages has them; those of AttentionStep follow dense.
+  static constexpr int kDense = 0, kGather = 2, kRows = 5, kStages = 7;
+
+  const StepBenchOptions options_;
+  const StepBenchProgress& progress_;
+  const cuda::BenchMethod method_;
+  const cuda::StepSizes sizes_;
+  StepBenchResult result_;
+  std::int64_t modulus_ = 0;
+  double row_bytes_ = 0, index_bytes_ = 0;
+  cuda::HostArena* arena_ = nullptr;
+  cuda::Stream stream_;
+  std::shared_ptr<const cuda::DeviceWeights> weights_;
+  std::unique_ptr<cuda::DenseOps> dense_;
+  std::unique_ptr<AttentionStep> attention_;
+  std::unique_ptr<cuda::BenchIndex> index_;
+  DeviceBuffer<std::int32_t> positions_, tokens_, modulus_device_, recent_first_;
+  DeviceBuffer<float> q_, k_, v_, out_, logits_, mean_value_, factor_;
+  DeviceBuffer<Half> sinks_, ring_, means_;
+  std::vector<DeviceBuffer<Half*>> row_lists_;
+  std::vector<DeviceBuffer<const Half*>> const_row_lists_, mean_lists_;
+};
+
+}  // namespace
+
+StepBenchResult RunStepBench(const StepBenchOptions& options, const StepBenchProgress& progress) {
+  CheckOptions(options);
+  const std::string reason = ProbeCuda();
+  if (!reason.empty()) {
+    throw Error(ErrorCode::kUnsupported,
+                "no CUDA device can be used: " + reason + "; run it on a machine with one");
+  }
+  return Bench(options, progress).Run();
+}
+
+}  // namespace fathom
