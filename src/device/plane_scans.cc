@@ -58,7 +58,8 @@ MeanIndex::MeanIndex(const IndexSizes& sizes, std::int32_t mean_bits, const doub
       on_host_(on_host),
       tables_(sizes.n_heads(), sizes.heads.head_dim, sizes.heads.group()),
       offset_(Size(sizes.n_lists())),
-      noise_(Size(sizes.n_lists())) {
+      noise_(Size(sizes.n_lists())),
+      bases_(Size(sizes.n_lists() * sizes.max_blocks)) {
   if (on_host) {
     staged_planes_.Reserve(
         Size(std::int64_t{sizes.n_heads()} * sizes.heads.head_dim * kPlanes * sizes.max_blocks));
@@ -116,6 +117,10 @@ void MeanIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink& 
   scan.rest = rest.rest;
   scan.rest_stride = rest.stride;
   scan.exp_scale = rest.exp_scale;
+  scan.bases = bases_.data();
+  scan.bases_stride = sizes_.max_blocks;
+  // The sample comes first.
+  if (sink.scores != nullptr && sink.tile_step > 1) FillBases(scan, stream);
   ScanMean(scan, stream);
 }
 
@@ -185,7 +190,10 @@ void PaperIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink&
   scan.pieces = layers_[Size(layer)].pieces;
   scan.n_pieces = sizes_.n_heads();
   scan.max_tiles = TilesOf(sizes_);
-  scan.depth = depth_.data();
+  scan.planes = planes_.data();
+  scan.n_planes = n_planes_.data();
+  scan.channels = channels_.data();
+  scan.n_channels = n_channels_.data();
   scan.q = q_;
   scan.lengths = sizes_.lengths;
   scan.sink = sink;

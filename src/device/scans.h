@@ -76,6 +76,7 @@ class MeanIndex final : public IndexScan {
   std::vector<Layer> layers_;
   MeanTableSet tables_;
   DeviceBuffer<float> offset_, noise_;
+  DeviceBuffer<std::int32_t> bases_;  // [n_lists][max_blocks]
   DeviceBuffer<std::uint64_t> staged_planes_;
 };
 

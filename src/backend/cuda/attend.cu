@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: MIT
-// A block takes a part of one head's rows in tiles of 32. Tiles come through shared memory, several
-// of them under way; the keys are scored with the queries in registers, a warp turns the scores of
-// a query head into weights, and every thread sums eight channels of the values for all heads. A
-// value touches only heads that attend its row, so that rows may hold anything for the others.
+// A block takes every n_splits-th of one head's tiles of 32 rows. Tiles come through shared memory,
+// several of them under way; the keys are scored with the queries in registers, a warp turns the
+// scores of a query head into weights, and every thread sums eight channels of the values for all
+// heads. A value touches only heads that attend its row, so that rows may hold anything for the
+// others.
 #include <cuda_fp16.h>
 
 #include <cstdint>
@@ -52,23 +53,41 @@ __device__ inline HeadRows RowsOfHead(const AttendRows& a, int head) {
           min(a.attended.count[head], a.attended.capacity)};
 }
 
+// The staged rows of a head, as many as there may be.
+__device__ inline HeadRows AllStaged(const AttendRows& a, int head) {
+  const std::int64_t first = static_cast<std::int64_t>(head) * a.attended.capacity;
+  return {a.staged + first * 2 * a.head_dim, nullptr, nullptr, head, 0, a.attended.capacity};
+}
+
 // A warp takes every fourth row of the tile. Rows beyond the last stay as they are: nothing of
-// them is used.
+// them is used. Loops stay loops: the copies do not wait for each other, and code that is fetched
+// for a kernel of few tiles costs more than its branches.
 __device__ inline void LoadTile(const AttendRows& a, const HeadRows& rows, int tile,
                                 std::uint32_t stage, int pitch) {
-  const auto lane = static_cast<int>(threadIdx.x) % 32;
+  const auto lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int pieces = a.head_dim / 4;
-  HeadSource source = {};
-  if (rows.staged == nullptr) source = SourceOf(a.source, rows.head, rows.sequence, a.head_dim);
-#pragma unroll
-  for (int u = 0; u < kTileRows / kWarps; ++u) {
-    const int r = u * kWarps + static_cast<int>(threadIdx.x) / 32;
-    const int i = tile * kTileRows + r;
-    if (i >= rows.n) continue;
-    const Half* row = rows.staged != nullptr
-                          ? rows.staged + static_cast<std::int64_t>(i) * 2 * a.head_dim
-                          : RowOf(source, a.head_dim, rows.tokens != nullptr ? rows.tokens[i] : i);
-    for (int c = lane; c < pieces; c += 32) CopyAsync(stage + r * pitch + c * 16, row + c * 8);
+  const int first = tile * kTileRows + warp;
+  std::uint32_t to = stage + warp * pitch + lane * 16;
+  if (rows.staged != nullptr) {
+    const Half* row = rows.staged + static_cast<std::int64_t>(first) * 2 * a.head_dim + lane * 8;
+#pragma unroll 2
+    for (int i = first; i < min(rows.n, (tile + 1) * kTileRows); i += kWarps) {
+      for (int c = lane; c < pieces; c += 32) {
+        CopyAsync(to + (c - lane) * 16, row + (c - lane) * 8);
+      }
+      row += kWarps * 2 * a.head_dim;
+      to += kWarps * pitch;
+    }
+    return;
+  }
+  const HeadSource source = SourceOf(a.source, rows.head, rows.sequence, a.head_dim);
+  int token = first + lane * kWarps;  // of the warp's row `lane`
+  if (rows.tokens != nullptr) token = token < rows.n ? rows.tokens[token] : 0;
+#pragma unroll 1
+  for (int u = 0; u < kTileRows / kWarps && first + u * kWarps < rows.n; ++u) {
+    const Half* row = RowOf(source, a.head_dim, __shfl_sync(kAll, token, u));
+    for (int c = lane; c < pieces; c += 32) CopyAsync(to + (c - lane) * 16, row + c * 8);
+    to += kWarps * pitch;
   }
 }
 
@@ -224,10 +243,6 @@ __global__ void __launch_bounds__(kThreads) AttendKernel(const __grid_constant__
   const auto head = static_cast<int>(blockIdx.y);
   const auto split = static_cast<int>(blockIdx.x);
   const auto warp = static_cast<int>(threadIdx.x) / 32;
-  const HeadRows rows = RowsOfHead(a, head);
-  const int tiles = (rows.n + kTileRows - 1) / kTileRows;
-  const auto first = static_cast<int>(static_cast<std::int64_t>(tiles) * split / a.n_splits);
-  const auto last = static_cast<int>(static_cast<std::int64_t>(tiles) * (split + 1) / a.n_splits);
   const int pitch = RowPitch(a.head_dim);
   const int stage_bytes = kTileRows * pitch;
   const auto base = static_cast<std::uint32_t>(__cvta_generic_to_shared(stages));
@@ -235,9 +250,20 @@ __global__ void __launch_bounds__(kThreads) AttendKernel(const __grid_constant__
   const std::int64_t list = static_cast<std::int64_t>(head) * a.group;
   const std::int64_t part = (static_cast<std::int64_t>(head) * a.n_splits + split) * a.group;
 
-#pragma unroll
+  // The first tile of a list is asked for before it is known how many there are.
+  if (a.staged != nullptr) LoadTile(a, AllStaged(a, head), split, base, pitch);
+  const HeadRows rows = RowsOfHead(a, head);
+  const int tiles = (rows.n + kTileRows - 1) / kTileRows;
+  if (a.staged != nullptr && (rows.staged == nullptr || split >= tiles)) {  // not wanted
+    CommitCopies();
+    WaitCopies<0>();
+  }
+#pragma unroll 1
   for (int s = 0; s < kDepth - 1; ++s) {
-    if (first + s < last) LoadTile(a, rows, first + s, base + s * stage_bytes, pitch);
+    const int tile = split + s * a.n_splits;
+    if (tile < tiles && (s > 0 || rows.staged == nullptr)) {
+      LoadTile(a, rows, tile, base + s * stage_bytes, pitch);
+    }
     CommitCopies();
   }
   QueryPart q;
@@ -252,15 +278,16 @@ __global__ void __launch_bounds__(kThreads) AttendKernel(const __grid_constant__
   }
   float total[kHeads][8] = {};
   int n_values = 0;
-  unsigned mask = MaskOfLane(rows, first, everyone);
-  for (int tile = first; tile < last; ++tile) {
-    const unsigned char* stage = stages + (tile - first) % kDepth * stage_bytes;
-    const unsigned next_mask = MaskOfLane(rows, tile + 1, everyone);
+  unsigned mask = MaskOfLane(rows, split, everyone);
+#pragma unroll 1
+  for (int tile = split, i = 0; tile < tiles; tile += a.n_splits, ++i) {
+    const unsigned char* stage = stages + i % kDepth * stage_bytes;
+    const unsigned next_mask = MaskOfLane(rows, tile + a.n_splits, everyone);
     WaitCopies<kDepth - 2>();
     __syncthreads();  // the tile is there, and the one before is done with
-    const int ahead = tile + kDepth - 1;
-    if (ahead < last) {
-      LoadTile(a, rows, ahead, base + (ahead - first) % kDepth * stage_bytes, pitch);
+    const int ahead = tile + (kDepth - 1) * a.n_splits;
+    if (ahead < tiles) {
+      LoadTile(a, rows, ahead, base + (i + kDepth - 1) % kDepth * stage_bytes, pitch);
     }
     CommitCopies();
 #pragma unroll
@@ -285,7 +312,7 @@ __global__ void __launch_bounds__(kThreads) AttendKernel(const __grid_constant__
     const int h = j * kWarps + warp;
     if (threadIdx.x % 32 == 0 && h < a.group) a.part[part + h] = state[j];
   }
-  if (first >= last) return;
+  if (split >= tiles) return;
   if (a.n_values != nullptr && threadIdx.x == 0) atomicAdd(a.n_values + head, n_values);
   StoreTotals<kThreads, 2 * kLanes, kHeads>(
       total, a.head_dim, a.group, reinterpret_cast<float*>(stages), a.part_out + part * a.head_dim);

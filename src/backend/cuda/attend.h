@@ -102,8 +102,9 @@ void FindLazyLimits(const LazyLimits& args, cudaStream_t stream);
 // (SparseMethod::MassOfRank and WeighRest). A rest of 1 is a token with score cut; its true score
 // is cut + offset with an error of variance noise.
 struct RestMass {
-  const float* rest;  // [n_lists][stride] mass of each block, in units of exp(cut); null: no rest
-  std::int64_t stride;
+  const float* rest;    // [n_lists][stride] mass of each block, in units of exp(cut), aligned to 16
+                        // bytes; null: no rest. Beyond n_blocks it may hold anything
+  std::int64_t stride;  // a multiple of 4
   const Lengths* lengths;  // [n_sequences] n_blocks
   const std::int32_t*
       count;            // [n_heads] of Attended: heads with count < 0 have no rest; may be null

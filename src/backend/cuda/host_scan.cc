@@ -2,6 +2,7 @@
 #include "backend/cuda/host_scan.h"
 
 #include <algorithm>
+#include <array>
 #include <cassert>
 
 #include "backend/cuda/cuda_backend.h"
@@ -17,19 +18,19 @@ std::int32_t CountTables(std::span<const HeadIndexView> heads) {
   return static_cast<std::int32_t>(std::max<std::size_t>(n, 1));
 }
 
+}  // namespace
+
 // Rows of `width` bytes from a host table with rows of `from_pitch` to one of `to_pitch`.
-void CopyRows(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-              std::size_t width, std::size_t n_rows, cudaStream_t stream) {
+static void CopyRows(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                     std::size_t width, std::size_t n_rows, cudaStream_t stream) {
   Check(cudaMemcpy2DAsync(to, to_pitch, from, from_pitch, width, n_rows, cudaMemcpyHostToDevice,
                           stream),
         "cudaMemcpy2DAsync to the device");
 }
 
-std::int32_t WholeTile(std::int32_t n_blocks) {
+static std::int32_t WholeTile(std::int32_t n_blocks) {
   return (n_blocks + kTileBlocks - 1) / kTileBlocks * kTileBlocks;
 }
-
-}  // namespace
 
 UploadedIndex::UploadedIndex(std::span<const HeadIndexView> heads, std::int32_t head_dim,
                              std::int32_t group, std::int32_t segment_blocks,
@@ -149,57 +150,81 @@ void ScanHeadMean(const ScanArgs& a, const ScanHead& head, cudaStream_t stream) 
   }
 }
 
+// What a head reads of the paper codec, on the device.
+struct PaperReads {
+  PaperReads(const ScanHead& head, std::size_t dim);
+  cuda::DeviceBuffer<std::int16_t> planes, channels;
+  cuda::DeviceBuffer<std::int32_t> counts;  // of both
+};
+
+PaperReads::PaperReads(const ScanHead& head, std::size_t dim) {
+  std::vector<std::int16_t> plane, channel;
+  for (std::size_t j = 0; j < dim; ++j) {
+    if (head.depth[j] > 0) channel.push_back(static_cast<std::int16_t>(j));
+    for (std::size_t p = 0; p < head.depth[j]; ++p) {
+      plane.push_back(static_cast<std::int16_t>(j * kPlanes + p));
+    }
+  }
+  const std::array count{static_cast<std::int32_t>(plane.size()),
+                         static_cast<std::int32_t>(channel.size())};
+  plane.resize(dim * kPlanes);
+  channel.resize(dim);
+  planes = cuda::DeviceBuffer<std::int16_t>{std::span<const std::int16_t>(plane)};
+  channels = cuda::DeviceBuffer<std::int16_t>{std::span<const std::int16_t>(channel)};
+  counts = cuda::DeviceBuffer<std::int32_t>{std::span<const std::int32_t>(count)};
+}
+
+// Scores of one segment into out + h * stride.
+void ScanPaperSegment(const ScanArgs& a, const SegmentView& segment, const PaperReads& reads,
+                      const float* q, float* out, std::int64_t out_stride, cudaStream_t stream) {
+  const auto dim = static_cast<std::size_t>(a.head_dim);
+  const std::int64_t n = std::int64_t{segment.n_blocks} * kBlockTokens;
+  const std::int32_t stride = cuda::WholeTile(segment.n_blocks);
+  const auto width = static_cast<std::size_t>(stride);
+  const auto blocks = static_cast<std::size_t>(segment.n_blocks);
+  const auto capacity = static_cast<std::size_t>(a.segment_blocks);
+  const cuda::DeviceBuffer<std::uint64_t> planes(dim * kPlanes * width);
+  const cuda::DeviceBuffer<Half> scales(dim * width);
+  cuda::CopyRows(planes.data(), width * 8, segment.planes, capacity * 8, blocks * 8, dim * kPlanes,
+                 stream);
+  cuda::CopyRows(scales.data(), width * 2, segment.side, capacity * 2, blocks * 2, dim, stream);
+  const cuda::DeviceBuffer<float> scores(static_cast<std::size_t>(a.group * n));
+  const cuda::PaperPiece piece{planes.data(), stride, scales.data(), stride, segment.n_blocks, 0, 0,
+                               false};
+  const cuda::DeviceBuffer<cuda::PaperPiece> pieces{std::span<const cuda::PaperPiece>(&piece, 1)};
+  const cuda::Lengths all{0, segment.n_blocks, 0, static_cast<std::int32_t>(n), 1};
+  const cuda::DeviceBuffer<cuda::Lengths> lengths{std::span<const cuda::Lengths>(&all, 1)};
+  cuda::ScanPaper({.head_dim = a.head_dim,
+                   .group = a.group,
+                   .n_kv_heads = 1,
+                   .pieces = pieces.data(),
+                   .n_pieces = 1,
+                   .max_tiles = stride / cuda::kTileBlocks,
+                   .planes = reads.planes.data(),
+                   .n_planes = reads.counts.data(),
+                   .channels = reads.channels.data(),
+                   .n_channels = reads.counts.data() + 1,
+                   .q = q,
+                   .lengths = lengths.data(),
+                   .sink = {scores.data(), n, 1, nullptr, {}}},
+                  stream);
+  cuda::Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  for (std::int32_t h = 0; h < a.group; ++h) {
+    CopyOut(out + h * out_stride, scores.data() + h * n, n);
+  }
+}
+
 // The same of the paper codec; segments are scanned one after another.
 void ScanHeadPaper(const ScanArgs& a, const ScanHead& head, cudaStream_t stream) {
   const auto dim = static_cast<std::size_t>(a.head_dim);
-  const cuda::DeviceBuffer<float> q({head.q, static_cast<std::size_t>(a.group) * dim});
-  const cuda::DeviceBuffer<std::uint8_t> depth({head.depth, dim});
-  std::int64_t first = 0;
+  const cuda::DeviceBuffer<float> q{
+      std::span<const float>(head.q, static_cast<std::size_t>(a.group) * dim)};
+  const PaperReads reads(head, dim);
+  float* out = head.scores;
   for (const SegmentView& segment : head.segments) {
     if (segment.n_blocks == 0) continue;
-    const std::int64_t n = std::int64_t{segment.n_blocks} * kBlockTokens;
-    const auto stride = static_cast<std::size_t>((segment.n_blocks + 15) / 16 * 16);
-    const cuda::DeviceBuffer<std::uint64_t> planes(dim * kPlanes * stride);
-    const cuda::DeviceBuffer<Half> scales(dim * stride);
-    const auto blocks = static_cast<std::size_t>(segment.n_blocks);
-    const auto capacity = static_cast<std::size_t>(a.segment_blocks);
-    cuda::Check(cudaMemcpy2D(planes.data(), stride * 8, segment.planes, capacity * 8, blocks * 8,
-                             dim * kPlanes, cudaMemcpyHostToDevice),
-                "cudaMemcpy2D to the device");
-    cuda::Check(cudaMemcpy2D(scales.data(), stride * 2, segment.side, capacity * 2, blocks * 2, dim,
-                             cudaMemcpyHostToDevice),
-                "cudaMemcpy2D to the device");
-    const cuda::DeviceBuffer<float> scores(static_cast<std::size_t>(a.group * n));
-    const cuda::PaperPiece piece{planes.data(),
-                                 static_cast<std::int64_t>(stride),
-                                 scales.data(),
-                                 static_cast<std::int64_t>(stride),
-                                 segment.n_blocks,
-                                 0,
-                                 0,
-                                 false};
-    const cuda::DeviceBuffer<cuda::PaperPiece> pieces(std::span<const cuda::PaperPiece>(&piece, 1));
-    const cuda::Lengths all{0, segment.n_blocks, 0, static_cast<std::int32_t>(n), 1};
-    const cuda::DeviceBuffer<cuda::Lengths> lengths(std::span<const cuda::Lengths>(&all, 1));
-    cuda::PaperScan scan{};
-    scan.head_dim = a.head_dim;
-    scan.group = a.group;
-    scan.n_kv_heads = 1;
-    scan.pieces = pieces.data();
-    scan.n_pieces = 1;
-    scan.max_tiles = static_cast<std::int32_t>(stride / 16);
-    scan.depth = depth.data();
-    scan.q = q.data();
-    scan.lengths = lengths.data();
-    scan.sink.scores = scores.data();
-    scan.sink.stride = n;
-    scan.sink.tile_step = 1;
-    cuda::ScanPaper(scan, stream);
-    cuda::Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-    for (std::int32_t h = 0; h < a.group; ++h) {
-      CopyOut(head.scores + h * head.stride + first, scores.data() + h * n, n);
-    }
-    first += n;
+    ScanPaperSegment(a, segment, reads, q.data(), out, head.stride, stream);
+    out += std::int64_t{segment.n_blocks} * kBlockTokens;
   }
 }
 

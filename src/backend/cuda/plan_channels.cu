@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kThreads) ChannelKernel(ChannelPlan p, bool ch
   __shared__ typename Scan::TempStorage storage;
   __shared__ float size[kMaxHeadDim];
   const int head = static_cast<int>(blockIdx.x), j = static_cast<int>(threadIdx.x);
-  if (p.lengths[head / p.n_kv_heads].keep == 0) return;
+  // Heads of dense steps too: scans of labels do not leave them out.
   const float* q = p.q + std::int64_t{head} * p.group * p.head_dim;
   float mine = -1;
   if (j < p.head_dim) {

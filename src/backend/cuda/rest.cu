@@ -10,7 +10,7 @@
 namespace fathom::cuda {
 namespace {
 
-constexpr int kCorrectThreads = 512;
+constexpr int kCorrectThreads = 1024;
 constexpr int kSumThreads = 256;
 constexpr float kGrain = 1.0f / 4096;  // sums of its multiples below 2^12 are exact in any order
 constexpr float kFar = 40;             // arguments of exp that are left to a far lower limit
@@ -26,12 +26,15 @@ __global__ __launch_bounds__(kCorrectThreads) void CorrectRestKernel(const RestO
   const auto list = static_cast<std::int32_t>(blockIdx.x);
   const auto tid = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t head = list / a.group;
-  const Lengths lengths = a.lengths[head / a.n_kv_heads];
-  if (lengths.keep == 0 || (a.redo != nullptr && a.redo[head] != 0)) return;
   const std::uint64_t* keys =
       a.candidates.keys + static_cast<std::int64_t>(list) * a.candidates.capacity;
+  // Most lists have one candidate per thread: it is asked for before their number is known.
+  const std::uint64_t own_key = tid < a.candidates.capacity ? keys[tid] : 0;
+  const auto key_at = [&](std::int32_t i) { return i == tid ? own_key : keys[i]; };
   const std::int32_t n = min(a.candidates.count[list], a.candidates.capacity);
   const std::uint64_t kth_key = a.kth_key[list];
+  const Lengths lengths = a.lengths[head / a.n_kv_heads];
+  if (lengths.keep == 0 || (a.redo != nullptr && a.redo[head] != 0)) return;
   const float kth = ScoreOfKey(kth_key);
   const float least = a.candidates.least[list];
   const bool far = !(a.exp_scale * (kth - least) <= kFar);  // an infinite or NaN difference too
@@ -42,15 +45,17 @@ __global__ __launch_bounds__(kCorrectThreads) void CorrectRestKernel(const RestO
   if (far) {
     for (std::int32_t b = tid; b < lengths.n_blocks; b += kCorrectThreads) rest[b] = 0;
   } else {  // the same value whichever candidates of a block come first
+#pragma unroll 1
     for (std::int32_t i = tid; i < n; i += kCorrectThreads) {
-      float* const at = rest + TokenOf(keys[i]) / kBlockTokens;
+      float* const at = rest + TokenOf(key_at(i)) / kBlockTokens;
       *at = Rounded(*at);
     }
   }
   __syncthreads();
   const float counted = far ? 0.0f : 1.0f;
+#pragma unroll 1
   for (std::int32_t i = tid; i < n; i += kCorrectThreads) {
-    const std::uint64_t key = keys[i];
+    const std::uint64_t key = key_at(i);
     const float weight =
         key >= kth_key ? 0.0f : Rounded(expf(a.exp_scale * (ScoreOfKey(key) - cut)));
     const float change = weight - counted;
@@ -59,8 +64,9 @@ __global__ __launch_bounds__(kCorrectThreads) void CorrectRestKernel(const RestO
   if (far) return;
   __syncthreads();
   // Sums of the scan may be a little less than the number of candidates in them.
+#pragma unroll 1
   for (std::int32_t i = tid; i < n; i += kCorrectThreads) {
-    float* const at = rest + TokenOf(keys[i]) / kBlockTokens;
+    float* const at = rest + TokenOf(key_at(i)) / kBlockTokens;
     if (__ldcg(at) < 0) *at = 0;
   }
 }

@@ -103,13 +103,14 @@ __device__ inline void StoreTotals(const float (&total)[kHeads][8], int head_dim
       to[1] = make_float4(x[4], x[5], x[6], x[7]);
     }
     __syncthreads();
-    for (int h = 0; h < 4 && first + h < group; ++h) {
-      for (auto d = static_cast<int>(threadIdx.x); d < head_dim; d += kThreads) {
-        float sum = 0;
+    // [4][D] of every group of threads in one row.
+#pragma unroll 1
+    for (auto i = static_cast<int>(threadIdx.x); i < min(4, group - first) * head_dim;
+         i += kThreads) {
+      float sum = 0;
 #pragma unroll
-        for (int g = 0; g < kGroups; ++g) sum += scratch[(g * 4 + h) * head_dim + d];
-        out[(first + h) * head_dim + d] = sum;
-      }
+      for (int g = 0; g < kGroups; ++g) sum += scratch[g * 4 * head_dim + i];
+      out[first * head_dim + i] = sum;
     }
   }
 }

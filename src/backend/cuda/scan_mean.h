@@ -82,7 +82,8 @@ struct ScanPiece {
   const std::uint64_t* planes;  // 16-byte aligned; row r, block b at planes[r * plane_stride + b]
   std::int64_t plane_stride;    // words, a multiple of 16
   const std::uint8_t* means;    // row c at means + c * mean_stride, as docs/format.md packs them
-  std::int64_t mean_stride;     // bytes, a multiple of 8 (4-bit means) or 16 (8-bit)
+  std::int64_t
+      mean_stride;  // bytes, a multiple of 8 (4-bit means) or 16 (8-bit); rows are aligned to 8
   std::int32_t n_blocks;
   std::int32_t first_block;  // the first one's index in the sequence
   std::int32_t head;
@@ -108,11 +109,17 @@ struct MeanScan {
   float* rest;
   std::int64_t rest_stride;
   float exp_scale;
+  // base of every block, as ScanTable has it: samples and candidates read them, FillBases writes
+  // them. [n_lists][bases_stride]
+  std::int32_t* bases;
+  std::int64_t bases_stride;  // even
   // Instead of scores, for tests: U of every token and base of every block.
   std::uint8_t* sums;  // [n_lists][sink.stride]
   std::int32_t* base;  // [n_lists][base_stride]
   std::int64_t base_stride;
 };
 void ScanMean(const MeanScan& scan, cudaStream_t stream);
+// Fills `bases` for tables and pieces; once, before samples and candidates are scanned.
+void FillBases(const MeanScan& scan, cudaStream_t stream);
 
 }  // namespace fathom::cuda

@@ -8,9 +8,6 @@
 // g + 8 block 2g + 1; the other operand, the weights, never changes. The accumulator begins at
 // minus the least sum that makes a candidate, so that its sign is the comparison, and the signs of
 // 32 accumulators are tested at once.
-//
-// The block means are summed the same way: rows are the 16 blocks, columns the heads, and the
-// weights are split into three bytes.
 #include <cmath>
 
 #include "backend/cuda/scan_mean.cuh"
@@ -27,8 +24,7 @@ constexpr int kLimit = 8192;     // of the least sum; sums are below 2,048
 struct HeadInfo {
   int least;  // T of a candidate
   int shift;
-  int constant;  // less what packed means are stored with
-  int low;       // of all parts
+  int low;  // of all parts
   float scale;
   float least_score;
   float step;    // what one of the sum is worth in the exponent, base 2
@@ -36,61 +32,39 @@ struct HeadInfo {
   float origin;  // of T = 0
 };
 
-struct Shared {
-  ScanPiece piece;
-  uint2 mean_fragment[2][MeanChunks(kMaxHeadDim)][3][32];
-  std::int32_t channel_row[kMaxHeadDim];
-  std::int32_t slot_offset[kFilterSlots];  // of the planes, in units of 16 bytes; -1: no plane
-  HeadInfo head[kMaxGroup];                // columns beyond the group never reach their limit
-  int n_channels, n_parts;
-};
+// Tokens of a warp that reached their limit wait here, place and sum of each in a word. They come
+// in clusters, up to thousands in a tile: putting one down has to be cheap, and everything else is
+// done for 32 of them at a time.
+constexpr int kBitTokens = 8 * 4 * 32;  // most that a step of FilterTile puts down
+constexpr int kQueue = 2 * kBitTokens;
+constexpr int kRounds = 8;  // of 32 that move to the lists together
 
-template <int kMeanBits>
-__device__ void MeanOperand(const Shared& shared, int tile, int chunk, std::uint32_t (&a)[4]) {
-  const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    std::uint32_t even = 0, odd = 0;  // blocks 2g and 2g + 1
-#pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      const int c = chunk * 32 + r * 16 + t * 4 + k;
-      if (c >= shared.n_channels) continue;
-      const std::uint8_t* row =
-          shared.piece.means +
-          static_cast<std::int64_t>(shared.channel_row[c]) * shared.piece.mean_stride;
-      if (kMeanBits == 4) {
-        const std::uint32_t byte = __ldg(row + tile * (kTileBlocks / 2) + g);
-        even |= (byte & 15u) << 8 * k;
-        odd |= (byte >> 4) << 8 * k;
-      } else {
-        const std::uint32_t two =
-            __ldg(reinterpret_cast<const std::uint16_t*>(row + tile * kTileBlocks) + g);
-        even |= (two & 255u) << 8 * k;
-        odd |= (two >> 8) << 8 * k;
-      }
-    }
-    a[2 * r] = even;
-    a[2 * r + 1] = odd;
-  }
+__device__ std::uint32_t Waiting(int block, int bit, int h, int sum) {
+  return static_cast<std::uint32_t>(block) << 28 | static_cast<std::uint32_t>(bit) << 22 |
+         static_cast<std::uint32_t>(h) << 18 | static_cast<std::uint32_t>(sum & 0x3FFF);
 }
 
+struct Shared {
+  std::uint32_t queue[kWarps][kQueue];
+  ScanPiece piece;
+  std::int32_t slot_offset[kFilterSlots];  // of the planes, in units of 16 bytes; -1: no plane
+  HeadInfo head[kMaxGroup];                // columns beyond the group never reach their limit
+  int first, last;                         // candidates
+  int n_parts;
+};
+
 // base[0], [1]: block 2g, heads 2t and 2t + 1; [2], [3]: block 2g + 1.
-template <int kMeanBits>
-__device__ void TileBases(const Shared& shared, int tile, int column, int (&base)[4]) {
-  int digit[3][4] = {};
-  for (int chunk = 0; chunk * 32 < shared.n_channels; ++chunk) {
-    std::uint32_t a[4];
-    MeanOperand<kMeanBits>(shared, tile, chunk, a);
+__device__ void LoadBases(const MeanScan& s, const Shared& shared, int tile, int column,
+                          int (&base)[4]) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int block = shared.piece.first_block + tile * kTileBlocks + lane / 4 * 2;
 #pragma unroll
-    for (int d = 0; d < 3; ++d) {
-      const uint2 b = shared.mean_fragment[column][chunk][d][threadIdx.x % 32];
-      kMeanBits == 4 ? MmaU8S8(digit[d], a, b, digit[d]) : MmaS8S8(digit[d], a, b, digit[d]);
-    }
-  }
-  const HeadInfo* heads = shared.head + column * 8 + threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    base[i] = heads[i % 2].constant + digit[0][i] + (digit[1][i] << 8) + (digit[2][i] << 16);
+  for (int i = 0; i < 2; ++i) {
+    const int h = min(column * 8 + lane % 4 * 2 + i, s.tables.group - 1);
+    const std::int32_t* from =
+        s.bases + (std::int64_t{shared.piece.head} * s.tables.group + h) * s.bases_stride + block;
+    base[i] = __ldg(from);
+    base[2 + i] = __ldg(from + 1);
   }
 }
 
@@ -122,23 +96,66 @@ __device__ __noinline__ int ExactSum(const MeanTables& t, const ScanPiece& piece
   return part[0];
 }
 
-// A sum that reached its limit: the exact score, compared as `ref` would.
-__device__ __noinline__ void Emit(const MeanScan& s, const Shared& shared, int h, int block,
-                                  int bit, int sum, int base) {
+// The exact score of a token that waits, compared as `ref` would: its key, or 0.
+__device__ std::uint64_t KeyOf(const MeanScan& s, const Shared& shared, int tile,
+                               std::uint32_t word) {
+  const int in_tile = static_cast<int>(word >> 28), bit = static_cast<int>(word >> 22 & 63u);
+  const int h = static_cast<int>(word >> 18 & 15u);
+  const int sum = static_cast<int>(word << 18) >> 18;
+  const int block = tile * kTileBlocks + in_tile;
   const int token = (shared.piece.first_block + block) * kBlockTokens + bit;
-  const Lengths& lengths = LengthsOf(s, shared.piece.head);
-  // Words beyond the piece's blocks may hold anything, and their tokens may be another piece's.
-  if (block >= shared.piece.n_blocks || h >= s.tables.group) return;
-  if (token < lengths.first || token >= lengths.last) return;
+  if (h >= s.tables.group || block >= shared.piece.n_blocks) return 0;
+  if (token < shared.first || token >= shared.last) return 0;
   const HeadInfo& head = shared.head[h];
   int u = sum + head.low;
   if (shared.n_parts == 2) u = (u + 1) >> 1;
   if (shared.n_parts > 2) u = ExactSum(s.tables, shared.piece, h, block, bit);
+  const std::int64_t list = std::int64_t{shared.piece.head} * s.tables.group + h;
+  const int base = __ldg(s.bases + list * s.bases_stride + shared.piece.first_block + block);
   const float score = static_cast<float>((u << head.shift) + base) * head.scale;
-  if (score >= head.least_score) {
-    AddCandidate(s.sink.candidates, std::int64_t{shared.piece.head} * s.tables.group + h, score,
-                 token);
+  return score >= head.least_score ? CandidateKey(score, token) : 0;
+}
+
+// Moves what waits, n <= kQueue, to the lists: up to kRounds * 32 for one step of each list's
+// counter. All lanes.
+__device__ __noinline__ void Flush(const MeanScan& s, Shared& shared, int tile, int n) {
+  const std::uint32_t* queue = shared.queue[threadIdx.x / 32];
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const unsigned before = (1u << lane) - 1;
+  const Candidates& c = s.sink.candidates;
+  const std::int64_t first_list = std::int64_t{shared.piece.head} * s.tables.group;
+  __syncwarp();  // what the lanes wrote is there
+  for (int first = 0; first < n; first += kRounds * 32) {
+    std::uint64_t key[kRounds];
+    int head[kRounds], rank[kRounds];
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int at = first + r * 32 + lane;
+      const std::uint32_t word = at < n ? queue[at] : 0;
+      key[r] = at < n ? KeyOf(s, shared, tile, word) : 0;
+      head[r] = key[r] != 0 ? static_cast<int>(word >> 18 & 15u) : -1;
+    }
+    int mine = 0;
+    for (int h = 0; h < s.tables.group; ++h) {
+      int count = 0;
+#pragma unroll
+      for (int r = 0; r < kRounds; ++r) {
+        const unsigned same = __ballot_sync(0xFFFFFFFFu, head[r] == h);
+        if (head[r] == h) rank[r] = count + __popc(same & before);
+        count += __popc(same);
+      }
+      if (lane == h) mine = count;
+    }
+    int base = 0;
+    if (mine > 0) base = atomicAdd(c.count + first_list + lane, mine);
+#pragma unroll
+    for (int r = 0; r < kRounds; ++r) {
+      const int at = __shfl_sync(0xFFFFFFFFu, base, max(head[r], 0)) + rank[r];
+      if (head[r] >= 0 && at < c.capacity)
+        c.keys[(first_list + head[r]) * c.capacity + at] = key[r];
+    }
   }
+  __syncwarp();  // it is read before others take its place
 }
 
 __device__ void FillHeads(const MeanScan& s, Shared& shared) {
@@ -153,7 +170,6 @@ __device__ void FillHeads(const MeanScan& s, Shared& shared) {
     info.scale = head.scale[h];
     info.least = LeastTotal(info.least_score, info.scale);
     info.shift = head.shift[h];
-    info.constant = head.constant[h] - (s.mean_bits == 4 ? 8 * head.mean_total[h] : 0);
     for (int r = 0; r < head.n_parts; ++r) info.low += head.low[r * kMaxGroup + h];
     constexpr float kLog2E = 1.4426950408889634F;
     info.unit = s.exp_scale * kLog2E * info.scale;
@@ -199,9 +215,32 @@ __device__ void AddMasses(const int (&acc)[4][4], const float (&step)[2], const 
   }
 }
 
+// Puts down the tokens whose accumulators reached zero, of the octets of one half at one bit;
+// first: the token of the first octet. n wait already; returns how many do then. All lanes.
+__device__ int PutDown(Shared& shared, const Tile& tile, int first, const int (&acc)[4][4], int n) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  std::uint32_t* queue = shared.queue[threadIdx.x / 32];
+#pragma unroll
+  for (int o = 0; o < 4; ++o) {
+    if (!__any_sync(0xFFFFFFFFu, (acc[o][0] & acc[o][1] & acc[o][2] & acc[o][3]) >= 0)) continue;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const bool reached = acc[o][i] >= 0;
+      const unsigned all = __ballot_sync(0xFFFFFFFFu, reached);
+      if (reached) {
+        queue[n + __popc(all & ((1u << lane) - 1))] =
+            Waiting(lane / 4 * 2 + i / 2, first + o * 8, tile.column * 8 + lane % 4 * 2 + i % 2,
+                    (acc[o][i] >> first % 8) + tile.least_sum[i]);
+      }
+      n += __popc(all);
+    }
+  }
+  return n;
+}
+
 // Sums of the tile's planes in one group of heads: candidates out, masses into rest.
 template <int kChunks, bool kRest, bool kEdge>
-__device__ void FilterTile(const MeanScan& s, const Shared& shared, const Tile& tile,
+__device__ void FilterTile(const MeanScan& s, Shared& shared, const Tile& tile,
                            const uint4 (&word)[kChunks][8], const uint2 (&weight)[kChunks],
                            float (&mass)[4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -216,11 +255,16 @@ __device__ void FilterTile(const MeanScan& s, const Shared& shared, const Tile& 
     step[1] = shared.head[h + 1].step;
   }
   if (kEdge) {
-    begin = LengthsOf(s, shared.piece.head).first;
-    end = LengthsOf(s, shared.piece.head).last;
+    begin = shared.first;
+    end = shared.last;
   }
+  int n = 0;  // that wait
 #pragma unroll 1
   for (int bit = 0; bit < 8; ++bit) {
+    if (n > kQueue - kBitTokens) {
+      Flush(s, shared, tile.index, n);
+      n = 0;
+    }
     const std::uint32_t mask = 0x01010101u << bit;
     const int start[4] = {-(tile.least_sum[0] << bit), -(tile.least_sum[1] << bit),
                           -(tile.least_sum[2] << bit), -(tile.least_sum[3] << bit)};
@@ -241,16 +285,8 @@ __device__ void FilterTile(const MeanScan& s, const Shared& shared, const Tile& 
       int below = -1;  // negative while all sums are below their limits
 #pragma unroll
       for (int o = 0; o < 4; ++o) below &= acc[o][0] & acc[o][1] & acc[o][2] & acc[o][3];
-      if (below >= 0) {
-#pragma unroll
-        for (int o = 0; o < 4; ++o) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            if (acc[o][i] < 0) continue;
-            Emit(s, shared, h + i % 2, block + i / 2, half * 32 + o * 8 + bit,
-                 (acc[o][i] >> bit) + tile.least_sum[i], tile.base[i]);
-          }
-        }
+      if (__any_sync(0xFFFFFFFFu, below >= 0)) {
+        n = PutDown(shared, tile, half * 32 + bit, acc, n);
       }
       if (kRest) {
         const int first = (shared.piece.first_block + block) * kBlockTokens + half * 32 + bit;
@@ -262,6 +298,7 @@ __device__ void FilterTile(const MeanScan& s, const Shared& shared, const Tile& 
       step[1] *= 0.5F;
     }
   }
+  if (n > 0) Flush(s, shared, tile.index, n);
 }
 
 template <int kChunks>
@@ -290,13 +327,13 @@ __device__ void LoadWords(const Shared& shared, int tile, uint4 (&word)[kChunks]
 }
 
 // Limits of a tile's heads, and the scan of it.
-template <int kMeanBits, bool kRest, int kChunks>
-__device__ void FilterColumn(const MeanScan& s, const Shared& shared, int tile, int column,
-                             bool edge, const uint4 (&word)[kChunks][8]) {
+template <bool kRest, int kChunks>
+__device__ void FilterColumn(const MeanScan& s, Shared& shared, int tile, int column, bool edge,
+                             const uint4 (&word)[kChunks][8]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const HeadInfo* heads = shared.head + column * 8 + lane % 4 * 2;
   Tile state{tile, column, {}, {}};
-  TileBases<kMeanBits>(shared, tile, column, state.base);
+  LoadBases(s, shared, tile, column, state.base);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const HeadInfo& head = heads[i % 2];
@@ -327,10 +364,8 @@ __device__ void FilterColumn(const MeanScan& s, const Shared& shared, int tile, 
   }
 }
 
-template <int kMeanBits, bool kRest, int kChunks>
-__device__ void FilterPiece(const MeanScan& s, const Shared& shared) {
-  const int begin = LengthsOf(s, shared.piece.head).first;
-  const int end = LengthsOf(s, shared.piece.head).last;
+template <bool kRest, int kChunks>
+__device__ void FilterPiece(const MeanScan& s, Shared& shared) {
   const int n_tiles = (shared.piece.n_blocks + kTileBlocks - 1) / kTileBlocks;
   const int columns = ColumnGroups(s.tables.group);
   for (int tile = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32); tile < n_tiles;
@@ -338,15 +373,15 @@ __device__ void FilterPiece(const MeanScan& s, const Shared& shared) {
     uint4 word[kChunks][8];
     LoadWords<kChunks>(shared, tile, word);
     const int first = (shared.piece.first_block + tile * kTileBlocks) * kBlockTokens;
-    const bool edge = first < begin || first + kTileTokens > end;
+    const bool edge = first < shared.first || first + kTileTokens > shared.last;
 #pragma unroll 1
     for (int column = 0; column < columns; ++column) {
-      FilterColumn<kMeanBits, kRest, kChunks>(s, shared, tile, column, edge, word);
+      FilterColumn<kRest, kChunks>(s, shared, tile, column, edge, word);
     }
   }
 }
 
-template <int kMeanBits, bool kRest>
+template <bool kRest>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     FilterKernel(const __grid_constant__ MeanScan s) {
   __shared__ Shared shared;
@@ -356,28 +391,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
   const ScanPiece& piece = shared.piece;
   const MeanTableHead& head = t.head[piece.table];
   if (head.n_slots > kFilterSlots || LengthsOf(s, piece.head).keep == 0) return;
-  const int columns = ColumnGroups(t.group), chunks = MeanChunks(t.head_dim);
-  const int n_fragments = columns * chunks * 96;
-  for (int i = static_cast<int>(threadIdx.x); i < n_fragments; i += kThreads) {
-    shared.mean_fragment[i / (chunks * 96)][i / 96 % chunks][i / 32 % 3][i % 32] =
-        t.mean_fragment[std::int64_t{piece.table} * n_fragments + i];
-  }
-  for (int c = static_cast<int>(threadIdx.x); c < head.n_channels; c += kThreads) {
-    shared.channel_row[c] = static_cast<std::int32_t>(MeanRow(piece, t, c));
-  }
   for (int i = static_cast<int>(threadIdx.x); i < kFilterSlots; i += kThreads) {
     const int slot = t.slot[piece.table * kFilterSlots + i];
     shared.slot_offset[i] =
         slot < 0 ? -1 : static_cast<int>(PlaneRow(piece, t, slot) * (piece.plane_stride / 2));
   }
   if (threadIdx.x == 0) {
-    shared.n_channels = head.n_channels;
     shared.n_parts = head.n_parts;
+    shared.first = LengthsOf(s, piece.head).first;
+    // What lies beyond the piece's blocks may hold anything, and be tokens of the next piece.
+    shared.last =
+        min(LengthsOf(s, piece.head).last, (piece.first_block + piece.n_blocks) * kBlockTokens);
   }
   FillHeads(s, shared);
   __syncthreads();
-  head.n_slots > 32 ? FilterPiece<kMeanBits, kRest, 2>(s, shared)
-                    : FilterPiece<kMeanBits, kRest, 1>(s, shared);
+  head.n_slots > 32 ? FilterPiece<kRest, 2>(s, shared) : FilterPiece<kRest, 1>(s, shared);
 }
 
 }  // namespace
@@ -390,14 +418,8 @@ void FilterMean(const MeanScan& scan, cudaStream_t stream) {
   const int wanted = (kResident + scan.n_pieces - 1) / scan.n_pieces;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(scan.n_pieces));
-  const bool rest = scan.rest != nullptr;
-  if (scan.mean_bits == 4) {
-    rest ? FilterKernel<4, true><<<grid, kThreads, 0, stream>>>(scan)
-         : FilterKernel<4, false><<<grid, kThreads, 0, stream>>>(scan);
-  } else {
-    rest ? FilterKernel<8, true><<<grid, kThreads, 0, stream>>>(scan)
-         : FilterKernel<8, false><<<grid, kThreads, 0, stream>>>(scan);
-  }
+  scan.rest != nullptr ? FilterKernel<true><<<grid, kThreads, 0, stream>>>(scan)
+                       : FilterKernel<false><<<grid, kThreads, 0, stream>>>(scan);
   CheckLaunch("FilterMean");
 }
 

@@ -13,35 +13,40 @@ constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * 32;
 static_assert(kBlockTokens / kMeanSampleStep == 2);
 
+constexpr int kBatch = 8;  // loads of a lane on their way together
+
+template <int kWords>
 struct Shared {
   std::int32_t row[kMaxHeadDim * kPlanes];  // of the planes
-  std::int32_t mean_row[kMaxHeadDim];
+  std::uint32_t weight[kMaxHeadDim * kPlanes + kBatch][kWords];
+  std::int32_t part_end[kMostParts];
+  std::uint32_t low[kMostParts][kWords];
 };
 
 // U of the lane's token, of four heads per word. half: the 32-bit words of the lane's block.
 template <int kWords>
-__device__ void TokenSum(const MeanTables& t, const ScanPiece& piece, const Shared& shared,
+__device__ void TokenSum(const Shared<kWords>& shared, int n_parts, std::int64_t stride,
                          const std::uint32_t* half, int bit, std::uint32_t (&sum)[kWords]) {
-  const MeanTableHead& head = t.head[piece.table];
-  const std::uint32_t* weight =
-      t.packed + std::int64_t{piece.table} * t.head_dim * kPlanes * kWords;
   std::uint32_t saved[3][kWords];  // averages of 1, 2 and 4 parts that wait for their partner
   int p = 0;
 #pragma unroll
   for (int r = 0; r < kMostParts; ++r) {
-    if (r >= head.n_parts) break;
-    for (int w = 0; w < kWords; ++w) {
-      sum[w] = 0;
-      for (int h = 4 * w; h < min(4 * w + 4, t.group); ++h) {
-        sum[w] += static_cast<std::uint32_t>(head.low[r * kMaxGroup + h]) << 8 * (h % 4);
+    if (r >= n_parts) break;
+    for (int w = 0; w < kWords; ++w) sum[w] = shared.low[r][w];
+    for (const int end = shared.part_end[r]; p < end; p += kBatch) {
+      std::uint32_t word[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        word[i] = p + i < end ? __ldg(half + shared.row[p + i] * stride) : 0;
+      }
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        const std::uint32_t set = 0u - ((word[i] >> bit) & 1u);
+        // Rows beyond the part have no bit set.
+        for (int w = 0; w < kWords; ++w) sum[w] += shared.weight[p + i][w] & set;
       }
     }
-#pragma unroll 8
-    for (; p < head.part_end[r]; ++p) {
-      const std::uint32_t word = __ldg(half + std::int64_t{shared.row[p]} * piece.plane_stride * 2);
-      const std::uint32_t set = 0u - ((word >> bit) & 1u);
-      for (int w = 0; w < kWords; ++w) sum[w] += __ldg(weight + p * kWords + w) & set;
-    }
+    p = shared.part_end[r];
     int level = 0;
 #pragma unroll
     for (int m = r; (m & 1) != 0; m >>= 1, ++level) {
@@ -53,39 +58,39 @@ __device__ void TokenSum(const MeanTables& t, const ScanPiece& piece, const Shar
   }
 }
 
-// base of a block for the heads of one word.
-__device__ void BlockBases(const MeanScan& s, const ScanPiece& piece, const Shared& shared,
-                           int block, int word, int (&base)[4]) {
+template <int kWords>
+__device__ void FillShared(const MeanScan& s, const ScanPiece& piece, Shared<kWords>& shared) {
   const MeanTables& t = s.tables;
   const MeanTableHead& head = t.head[piece.table];
-  const std::int32_t* weight = t.mean_weight + std::int64_t{piece.table} * t.head_dim * t.group;
-  for (int i = 0; i < 4; ++i) base[i] = head.constant[min(word * 4 + i, kMaxGroup - 1)];
-#pragma unroll 8
-  for (int c = 0; c < head.n_channels; ++c) {
-    const std::uint8_t* row = piece.means + std::int64_t{shared.mean_row[c]} * piece.mean_stride;
-    const int code = s.mean_bits == 8 ? static_cast<std::int8_t>(__ldg(row + block))
-                                      : (__ldg(row + block / 2) >> block % 2 * 4 & 15) - 8;
-    for (int i = 0; i < 4; ++i) {
-      if (word * 4 + i < t.group) base[i] += __ldg(weight + c * t.group + word * 4 + i) * code;
+  const std::int64_t table = piece.table;
+  for (int p = static_cast<int>(threadIdx.x); p < head.n_planes; p += kThreads) {
+    shared.row[p] = static_cast<std::int32_t>(PlaneRow(piece, t, p));
+    for (int w = 0; w < kWords; ++w) {
+      shared.weight[p][w] = t.packed[(table * t.head_dim * kPlanes + p) * kWords + w];
     }
   }
+  const int r = static_cast<int>(threadIdx.x);
+  if (r < kMostParts) {
+    shared.part_end[r] = head.part_end[r];
+    for (int w = 0; w < kWords; ++w) {
+      shared.low[r][w] = 0;
+      for (int h = 4 * w; r < head.n_parts && h < min(4 * w + 4, t.group); ++h) {
+        shared.low[r][w] += static_cast<std::uint32_t>(head.low[r * kMaxGroup + h]) << 8 * (h % 4);
+      }
+    }
+  }
+  __syncthreads();
 }
 
 template <int kWords>
 __global__ void __launch_bounds__(kThreads) SampleKernel(const __grid_constant__ MeanScan s) {
-  __shared__ Shared shared;
+  __shared__ Shared<kWords> shared;
   const ScanPiece piece = s.pieces[blockIdx.y];
   const MeanTables& t = s.tables;
   const MeanTableHead& head = t.head[piece.table];
   const Lengths& lengths = LengthsOf(s, piece.head);
   if (lengths.keep == 0) return;
-  for (int p = static_cast<int>(threadIdx.x); p < head.n_planes; p += kThreads) {
-    shared.row[p] = static_cast<std::int32_t>(PlaneRow(piece, t, p));
-  }
-  for (int c = static_cast<int>(threadIdx.x); c < head.n_channels; c += kThreads) {
-    shared.mean_row[c] = static_cast<std::int32_t>(MeanRow(piece, t, c));
-  }
-  __syncthreads();
+  FillShared<kWords>(s, piece, shared);
   // The last piece of a sequence fills its sample up with what is no candidate.
   const bool last = piece.first_block + piece.n_blocks >= lengths.n_blocks;
   const int n_samples =
@@ -102,20 +107,20 @@ __global__ void __launch_bounds__(kThreads) SampleKernel(const __grid_constant__
     const bool candidate = used && token >= lengths.first && token < lengths.last;
     std::uint32_t sum[kWords] = {};
     if (used) {
-      TokenSum<kWords>(t, piece, shared, reinterpret_cast<const std::uint32_t*>(piece.planes) + i,
-                       bit, sum);
+      TokenSum<kWords>(shared, head.n_parts, piece.plane_stride * 2,
+                       reinterpret_cast<const std::uint32_t*>(piece.planes) + i, bit, sum);
     }
 #pragma unroll
-    for (int w = 0; w < kWords; ++w) {
-      int base[4] = {};
-      if (used) BlockBases(s, piece, shared, block, w, base);
-      for (int k = 0; k < 4 && w * 4 + k < t.group; ++k) {
-        const int h = w * 4 + k;
-        const int u = static_cast<int>(sum[w] >> 8 * k & 255u);
-        const float score = static_cast<float>((u << head.shift[h]) + base[k]) * head.scale[h];
-        s.sink.scores[(std::int64_t{piece.head} * t.group + h) * s.sink.stride +
-                      2 * piece.first_block + i] = candidate ? score : -INFINITY;
-      }
+    for (int h = 0; h < kWords * 4; ++h) {
+      if (h >= t.group) break;
+      const std::int64_t list = std::int64_t{piece.head} * t.group + h;
+      const int base =
+          used ? __ldg(s.bases + list * s.bases_stride + piece.first_block + block) : 0;
+      const int u = static_cast<int>(sum[h / 4] >> 8 * (h % 4) & 255u);
+      const int total = (u << head.shift[h]) + base;
+      const float score = static_cast<float>(total) * head.scale[h];
+      s.sink.scores[list * s.sink.stride + 2 * piece.first_block + i] =
+          candidate ? score : -INFINITY;
     }
   }
 }

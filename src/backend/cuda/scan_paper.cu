@@ -104,13 +104,16 @@ __device__ void Put(const PaperScan& s, const PaperPiece& piece, int block, int 
 }
 
 template <int kGroup>
-__global__ void __launch_bounds__(kThreads) PaperKernel(PaperScan s) {
+__global__ void __launch_bounds__(kThreads) PaperKernel(PaperScan s, bool heavy_only) {
   __shared__ Shared<kGroup> shared;
   const PaperPiece piece = s.pieces[blockIdx.y];
   if (s.sink.only != nullptr && s.sink.only[piece.head] == 0) return;
   if (s.lengths[piece.head / s.n_kv_heads].keep == 0) return;
-  if (threadIdx.x == 0) {
-    shared.n_planes = ListPlanes(s, piece.head, shared.plane, shared.rank);
+  shared.n_planes = s.n_planes[piece.head];
+  if (heavy_only && shared.n_planes <= kFilterPlanes) return;
+  RankChannels(s, piece.head, shared.rank);
+  for (int i = static_cast<int>(threadIdx.x); i < s.n_planes[piece.head]; i += kThreads) {
+    shared.plane[i] = PlanesOf(s, piece.head)[i];
   }
   __syncthreads();
   // A sample takes one block of every `step`, each from a random place.
@@ -131,13 +134,14 @@ __global__ void __launch_bounds__(kThreads) PaperKernel(PaperScan s) {
 }
 
 template <int kGroup>
-void Launch(const PaperScan& s, cudaStream_t stream) {
-  constexpr int kResident = 132 * 16;  // blocks of threads that run at once
+void Launch(const PaperScan& s, bool heavy_only, cudaStream_t stream) {
+  // As many blocks of threads as run at once; launches that rarely find work have fewer.
+  const int resident = heavy_only || s.sink.only != nullptr ? 132 * 4 : 132 * 16;
   const int most = s.max_tiles * kTileBlocks / kWarps;
-  const int wanted = (kResident + s.n_pieces - 1) / s.n_pieces;
+  const int wanted = (resident + s.n_pieces - 1) / s.n_pieces;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(s.n_pieces));
-  PaperKernel<kGroup><<<grid, kThreads, 0, stream>>>(s);
+  PaperKernel<kGroup><<<grid, kThreads, 0, stream>>>(s, heavy_only);
   CheckLaunch("ScanPaper");
 }
 
@@ -145,10 +149,10 @@ void Launch(const PaperScan& s, cudaStream_t stream) {
 
 void ScanPaper(const PaperScan& scan, cudaStream_t stream) {
   if (scan.n_pieces == 0 || scan.max_tiles == 0) return;
-  if (scan.sink.scores == nullptr && FilterPaper(scan, stream)) return;
-  if (scan.group <= 4) return Launch<4>(scan, stream);
-  if (scan.group <= 8) return Launch<8>(scan, stream);
-  Launch<16>(scan, stream);
+  const bool heavy_only = scan.sink.scores == nullptr && FilterPaper(scan, stream);
+  if (scan.group <= 4) return Launch<4>(scan, heavy_only, stream);
+  if (scan.group <= 8) return Launch<8>(scan, heavy_only, stream);
+  Launch<16>(scan, heavy_only, stream);
 }
 
 }  // namespace fathom::cuda

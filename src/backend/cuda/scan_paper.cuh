@@ -13,19 +13,19 @@ __device__ inline float PlaneValue(int p) { return 0.5F / static_cast<float>(1 <
 // What plane p of a channel adds: q_value is q times PlaneValue(p).
 __device__ inline float PlaneWeight(float q_value, float scale) { return q_value * scale; }
 
-// Planes that a head reads, channel * 4 + p ascending, and the rank of every channel among those
-// that are read. Returns their number. One thread.
-__device__ inline int ListPlanes(const PaperScan& s, int head, std::int16_t* plane,
-                                 std::int16_t* rank) {
-  int n = 0, channels = 0;
-  for (int j = 0; j < s.head_dim; ++j) {
-    const int depth = s.depth[head * s.head_dim + j];
-    rank[j] = static_cast<std::int16_t>(channels);
-    if (depth > 0) ++channels;
-    for (int p = 0; p < depth; ++p) plane[n++] = static_cast<std::int16_t>(j * kPlanes + p);
+// The rank of every channel that a head reads among them; all threads of a block.
+__device__ inline void RankChannels(const PaperScan& s, int head, std::int16_t* rank) {
+  for (int c = static_cast<int>(threadIdx.x); c < s.n_channels[head];
+       c += static_cast<int>(blockDim.x)) {
+    rank[s.channels[std::int64_t{head} * s.head_dim + c]] = static_cast<std::int16_t>(c);
   }
-  return n;
 }
+__device__ inline const std::int16_t* PlanesOf(const PaperScan& s, int head) {
+  return s.planes + std::int64_t{head} * s.head_dim * kPlanes;
+}
+
+// Planes of a head that the tensor-core scan takes; heads with more are left to the plain scan.
+constexpr int kFilterPlanes = 128;
 
 // Candidates by tensor cores, for groups of up to four query heads; else false, and nothing done.
 bool FilterPaper(const PaperScan& scan, cudaStream_t stream);

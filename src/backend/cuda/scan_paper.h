@@ -30,8 +30,13 @@ struct PaperScan {
   const PaperPiece* pieces;
   std::int32_t n_pieces;
   std::int32_t max_tiles;
-  const std::uint8_t* depth;  // [n_heads][D] planes read
-  const float* q;             // [n_heads][group][D] in the index's basis
+  // What each head reads, ascending: planes (channel * 4 + p; a prefix of every channel's) and
+  // channels.
+  const std::int16_t* planes;      // [n_heads][4D]
+  const std::int32_t* n_planes;    // [n_heads]
+  const std::int16_t* channels;    // [n_heads][D]
+  const std::int32_t* n_channels;  // [n_heads]
+  const float* q;                  // [n_heads][group][D] in the index's basis
   const Lengths* lengths;
   ScoreSink sink;
 };

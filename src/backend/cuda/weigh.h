@@ -13,7 +13,7 @@ namespace fathom::cuda {
 
 // Splits that keep a device of 132 multiprocessors busy with up to n_blocks blocks a head.
 inline std::int32_t WeighSplits(std::int32_t n_heads, std::int64_t n_blocks) {
-  const std::int64_t useful = (n_blocks + 127) / 128;
+  const std::int64_t useful = (n_blocks + 255) / 256;
   const std::int64_t wanted = n_heads > 0 ? (528 + n_heads - 1) / n_heads : 1;
   const std::int64_t n = useful < wanted ? useful : wanted;
   return static_cast<std::int32_t>(n < 1 ? 1 : n);

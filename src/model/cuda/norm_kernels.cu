@@ -54,6 +54,17 @@ __global__ void __launch_bounds__(kThreads) NormRows(NormArgs args) {
     }
     held[i] = Add(held[i], delta);
   }
+  // Asked for before the sum over the row is waited for, where registers allow.
+  constexpr bool kHoldsWeight = kHeld <= 4;
+  float4 weight[kHoldsWeight ? kHeld : 1];
+  if constexpr (kHoldsWeight) {
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int c = threadIdx.x + i * kThreads;
+      weight[i] = {0, 0, 0, 0};
+      if (c < n_pieces) weight[i] = reinterpret_cast<const float4*>(args.weight)[c];
+    }
+  }
   float squares = 0;
 #pragma unroll
   for (int i = 0; i < kHeld; ++i) {
@@ -69,7 +80,8 @@ __global__ void __launch_bounds__(kThreads) NormRows(NormArgs args) {
     const int c = threadIdx.x + i * kThreads;
     if (c >= n_pieces) continue;
     const float4 s = held[i];
-    const float4 w = reinterpret_cast<const float4*>(args.weight)[c];
+    const float4 w = kHoldsWeight ? weight[kHoldsWeight ? i : 0]
+                                  : reinterpret_cast<const float4*>(args.weight)[c];
     const __nv_bfloat162 low = __floats2bfloat162_rn(s.x * scale * w.x, s.y * scale * w.y);
     const __nv_bfloat162 high = __floats2bfloat162_rn(s.z * scale * w.z, s.w * scale * w.w);
     uint2 packed;
@@ -101,19 +113,22 @@ __global__ void __launch_bounds__(kQkvWarps * 32) SplitQkv(QkvArgs args) {
   const bool is_v = head >= args.n_heads + args.n_kv_heads;
   const float* in = args.qkv + item * d;
   const float* bias = args.bias == nullptr ? nullptr : args.bias + head * d;
-  float2 x[kLanePairs];
+  const float* norm = is_v ? nullptr : is_q ? args.q_norm : args.k_norm;
+  // All that is read is asked for before the sum over the head is waited for.
+  float2 x[kLanePairs], weight[kLanePairs], angle[kLanePairs];
   float squares = 0;
 #pragma unroll
   for (int j = 0; j < kLanePairs; ++j) {
     const int i = lane + 32 * j;
-    x[j] = {0, 0};
+    x[j] = weight[j] = angle[j] = {0, 0};
     if (i >= d / 2) continue;
     const int2 c = PairChannels(args, i);
     x[j] = {in[c.x], in[c.y]};
+    if (norm != nullptr) weight[j] = {norm[c.x], norm[c.y]};
+    if (!is_v && i < args.n_pairs) angle[j] = args.angles[row * args.n_pairs + i];
     if (bias != nullptr) x[j] = {x[j].x + bias[c.x], x[j].y + bias[c.y]};
     squares += x[j].x * x[j].x + x[j].y * x[j].y;
   }
-  const float* norm = is_v ? nullptr : is_q ? args.q_norm : args.k_norm;
   float scale = 1;
   if (norm != nullptr) {  // the same for the whole warp
     scale = 1.0F / sqrtf(WarpSum(squares) / static_cast<float>(d) + args.eps);
@@ -127,10 +142,9 @@ __global__ void __launch_bounds__(kQkvWarps * 32) SplitQkv(QkvArgs args) {
     if (i >= d / 2) continue;
     const int2 c = PairChannels(args, i);
     float2 y = x[j];
-    if (norm != nullptr) y = {y.x * scale * norm[c.x], y.y * scale * norm[c.y]};
+    if (norm != nullptr) y = {y.x * scale * weight[j].x, y.y * scale * weight[j].y};
     if (!is_v && i < args.n_pairs) {
-      const float2 angle = args.angles[row * args.n_pairs + i];
-      y = {y.x * angle.x - y.y * angle.y, y.x * angle.y + y.y * angle.x};
+      y = {y.x * angle[j].x - y.y * angle[j].y, y.x * angle[j].y + y.y * angle[j].x};
     }
     out[c.x] = y.x;
     out[c.y] = y.y;
