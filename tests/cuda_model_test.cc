@@ -190,13 +190,13 @@ TEST_F(CudaModel, BundledModelAgreesWithTheCpu) {
   std::vector<float> expected = cpu.Feed(prompt, 128);
   std::vector<float> actual = cuda.Feed(prompt, 128);
   ExpectAgree(actual, rough, 0.05);
-  ExpectAgree(actual, expected, 0.01);
+  ExpectAgree(actual, expected, 0.02);  // both round their inputs to bf16, each in its own way
   for (int i = 0; i < 32; ++i) {
     const Token token = Best(expected);
     expected = cpu.Feed({&token, 1});
     actual = cuda.Feed({&token, 1});
     ExpectAgree(actual, quantized.Feed({&token, 1}), 0.05);
-    ExpectAgree(actual, expected, 0.01);
+    ExpectAgree(actual, expected, 0.02);  // both round their inputs to bf16, each in its own way
   }
 }
 

@@ -173,6 +173,8 @@ void Filter::Expect(std::int64_t rank, bool with_rest) {
   scan.bases_stride = n_blocks_ / cuda::kTileBlocks * cuda::kTileBlocks + 2 * cuda::kTileBlocks;
   const cuda::DeviceBuffer<std::int32_t> bases(Size(n_lists * scan.bases_stride));
   scan.bases = bases.data();
+  const cuda::DeviceBuffer<std::int32_t> next_tile(pieces_.size());
+  scan.next_tile = next_tile.data();
   const cuda::Stream stream;
   cuda::FillBases(scan, stream.get());
   cuda::ScanMean(scan, stream.get());

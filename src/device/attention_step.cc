@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string>
 
+#include "backend/cuda/gather.h"
 #include "backend/cuda/rest.h"
 #include "backend/cuda/scan_mean.h"
 #include "backend/cuda/select.h"
@@ -38,6 +39,10 @@ void CheckSizes(const StepSizes& s, std::int32_t unit) {
   }
   if (s.max_tokens < 1 || s.max_tokens >= std::int64_t{1} << 30) {
     fail("context of " + std::to_string(s.max_tokens) + " tokens; the device takes 1 to 2^30 - 1");
+  }
+  if (s.n_heads() > kMostHeads) {
+    fail("batch of " + std::to_string(s.batch) + " with " + std::to_string(s.heads.n_kv_heads) +
+         " KV heads; the device takes " + std::to_string(kMostHeads) + " of them together");
   }
   if (KeepOf(s, unit) > kCandidates / 2) {
     fail("k=" + std::to_string(s.k) + "; the device selects at most " +
@@ -79,6 +84,7 @@ AttentionStep::AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens)
   masks_.Reserve(Size(heads * max_tokens));
   Check(cudaMemset(bitmap_.data(), 0, bitmap_.size() * sizeof(std::uint32_t)), "cudaMemset");
   Check(cudaMemset(masks_.data(), 0, masks_.size() * sizeof(std::uint16_t)), "cudaMemset");
+  Check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   const std::int64_t always = 2 * kBlockTokens + kWindow + 8;
   attended_.capacity = static_cast<std::int32_t>(
       std::min(RoundUp(std::int64_t{group} * max_keep_ * unit_ + always, 64), max_tokens));
@@ -141,7 +147,7 @@ void AttentionStep::Choose(std::int32_t layer, IndexScan* index, const StageFn& 
   const std::int32_t group = sizes_.heads.group(), n_kv = sizes_.heads.n_kv_heads;
   const std::int32_t lists = sizes_.n_lists();
   const Candidates candidates{keys_.data(), count_, kCandidates, least_.data()};
-  const bool rest = sizes_.residual && index->has_rest();
+  const bool rest = has_rest(index);
   const float exp_scale = 1.0F / std::sqrt(static_cast<float>(sizes_.heads.head_dim));
   const RestSink rest_sink{rest ? rest_.data() : nullptr, rest_stride_, exp_scale};
 
@@ -162,15 +168,14 @@ void AttentionStep::Choose(std::int32_t layer, IndexScan* index, const StageFn& 
   Select(SelectScores{scores_.data(), score_stride_, group, n_kv, lists, scan_lengths_.data(),
                       max_keep_, winners_.data(), kth_key_.data(), cut_.data(), redo_},
          stream);
-  if (rest) {
-    CorrectRest({candidates, kth_key_.data(), exp_scale, group, n_kv, lists, scan_lengths_.data(),
-                 redo_, rest_.data(), rest_stride_, cut_.data()},
-                stream);
-    SumRest({scores_.data(), score_stride_, kth_key_.data(), exp_scale, group, n_kv, lists,
-             scan_lengths_.data(), static_cast<std::int32_t>(rest_stride_), redo_, rest_.data(),
-             rest_stride_, cut_.data()},
-            stream);
-  }
+  if (!rest) return;
+  CorrectRest({candidates, kth_key_.data(), exp_scale, group, n_kv, lists, scan_lengths_.data(),
+               redo_, rest_.data(), rest_stride_, cut_.data()},
+              stream);
+  SumRest({scores_.data(), score_stride_, kth_key_.data(), exp_scale, group, n_kv, lists,
+           scan_lengths_.data(), static_cast<std::int32_t>(rest_stride_), redo_, rest_.data(),
+           rest_stride_, cut_.data()},
+          stream);
 }
 
 void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, const LayerRows& rows,

@@ -75,6 +75,9 @@ class AttentionStep {
   static std::int64_t Bytes(const StepSizes& sizes, std::int32_t unit_tokens);
 
  private:
+  bool has_rest(const IndexScan* index) const {
+    return sizes_.residual && index != nullptr && index->has_rest();
+  }
   void Choose(std::int32_t layer, IndexScan* index, const StageFn& on_stage, cudaStream_t stream);
   void AttendRowsOf(std::int32_t layer, const IndexScan* index, const LayerRows& rows,
                     const float* q, float* out, cudaStream_t stream, const StageFn& on_stage);

@@ -59,7 +59,8 @@ MeanIndex::MeanIndex(const IndexSizes& sizes, std::int32_t mean_bits, const doub
       tables_(sizes.n_heads(), sizes.heads.head_dim, sizes.heads.group()),
       offset_(Size(sizes.n_lists())),
       noise_(Size(sizes.n_lists())),
-      bases_(Size(sizes.n_lists() * sizes.max_blocks)) {
+      bases_(Size(sizes.n_lists() * sizes.max_blocks)),
+      next_tile_(Size(sizes.n_heads())) {
   if (on_host) {
     staged_planes_.Reserve(
         Size(std::int64_t{sizes.n_heads()} * sizes.heads.head_dim * kPlanes * sizes.max_blocks));
@@ -90,6 +91,21 @@ void MeanIndex::Plan(std::int32_t layer, const float* q, cudaStream_t stream) {
            stream);
 }
 
+MeanScan MeanIndex::ScanOf(std::int32_t layer) const {
+  MeanScan scan{};
+  scan.tables = tables_.view();
+  scan.mean_bits = mean_bits_;
+  scan.n_kv_heads = sizes_.heads.n_kv_heads;
+  scan.pieces = layers_[Size(layer)].pieces;
+  scan.n_pieces = sizes_.n_heads();
+  scan.max_tiles = TilesOf(sizes_);
+  scan.lengths = sizes_.lengths;
+  scan.bases = bases_.data();
+  scan.bases_stride = sizes_.max_blocks;
+  scan.next_tile = next_tile_.data();
+  return scan;
+}
+
 void MeanIndex::Fetch(std::int32_t layer, cudaStream_t stream) {
   if (!on_host_) return;
   const MeanTables& t = tables_.view();
@@ -105,20 +121,11 @@ void MeanIndex::Fetch(std::int32_t layer, cudaStream_t stream) {
 
 void MeanIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink& rest,
                      cudaStream_t stream) {
-  MeanScan scan{};
-  scan.tables = tables_.view();
-  scan.mean_bits = mean_bits_;
-  scan.n_kv_heads = sizes_.heads.n_kv_heads;
-  scan.pieces = layers_[Size(layer)].pieces;
-  scan.n_pieces = sizes_.n_heads();
-  scan.max_tiles = TilesOf(sizes_);
-  scan.lengths = sizes_.lengths;
+  MeanScan scan = ScanOf(layer);
   scan.sink = sink;
   scan.rest = rest.rest;
   scan.rest_stride = rest.stride;
   scan.exp_scale = rest.exp_scale;
-  scan.bases = bases_.data();
-  scan.bases_stride = sizes_.max_blocks;
   // The sample comes first.
   if (sink.scores != nullptr && sink.tile_step > 1) FillBases(scan, stream);
   ScanMean(scan, stream);

@@ -69,6 +69,8 @@ class MeanIndex final : public IndexScan {
   ScanCost Cost(cudaStream_t stream) const override;
 
  private:
+  MeanScan ScanOf(std::int32_t layer) const;
+
   const IndexSizes sizes_;
   const std::int32_t mean_bits_;
   const double* const multiplier_;
@@ -77,6 +79,7 @@ class MeanIndex final : public IndexScan {
   MeanTableSet tables_;
   DeviceBuffer<float> offset_, noise_;
   DeviceBuffer<std::int32_t> bases_;  // [n_lists][max_blocks]
+  DeviceBuffer<std::int32_t> next_tile_;
   DeviceBuffer<std::uint64_t> staged_planes_;
 };
 

@@ -14,7 +14,7 @@ namespace fathom::cuda {
 
 // Rows first .. first + n - 1 of every head, key and value, at rows[head] + (i - first) * 2D; rows
 // may be host memory mapped for the device. Channel j of a key has standard deviation
-// sigma[(head % n_kv_heads) * D + j], of which four fifths change over some 256 tokens.
+// sigma[(head % n_kv_heads) * D + j]; a part of it changes slowly, over some 256 tokens.
 struct SyntheticRows {
   std::int32_t n_heads, n_kv_heads, head_dim;
   Half* const* rows;  // [n_heads], device array

@@ -1,4 +1,6 @@
 // SPDX-License-Identifier: MIT
+#include <cassert>
+
 #include "backend/cuda/check.h"
 #include "backend/cuda/gather.h"
 
@@ -10,7 +12,6 @@ constexpr int kWarps = kThreads / 32;
 constexpr int kChunkBytes = 2048;  // of a warp at a time: four loads of 16 bytes in every lane
 constexpr int kLoads = kChunkBytes / 32 / 16;
 constexpr int kBlocks = 132;  // of threads: 4 MB on their way, many times what the link holds
-constexpr int kMostHeads = 1024;
 
 __device__ std::int64_t BytesOf(const GatherRuns& g, std::int64_t blocks) {
   return g.block_bytes > 0 ? blocks * g.block_bytes : (blocks + 1) / 2;
@@ -70,14 +71,14 @@ __device__ void CopyChunk(const GatherRuns& g, int head, int i, int chunk) {
 
 __global__ void __launch_bounds__(kThreads) GatherKernel(GatherRuns g) {
   __shared__ int first[kMostHeads + 1];  // chunk at which a head begins
+  for (int h = static_cast<int>(threadIdx.x); h < g.n_heads; h += kThreads) {
+    const bool sparse = g.lengths[h / g.n_kv_heads].keep > 0;
+    first[h + 1] = sparse ? g.n_rows[h * g.n_rows_stride] * ChunksOf(g, h).total : 0;
+  }
+  __syncthreads();
   if (threadIdx.x == 0) {
-    int sum = 0;
-    for (int h = 0; h < g.n_heads; ++h) {
-      first[h] = sum;
-      const bool sparse = g.lengths[h / g.n_kv_heads].keep > 0;
-      sum += sparse ? g.n_rows[h * g.n_rows_stride] * ChunksOf(g, h).total : 0;
-    }
-    first[g.n_heads] = sum;
+    first[0] = 0;
+    for (int h = 0; h < g.n_heads; ++h) first[h + 1] += first[h];
   }
   __syncthreads();
   const int n = first[g.n_heads];
@@ -95,6 +96,7 @@ __global__ void __launch_bounds__(kThreads) GatherKernel(GatherRuns g) {
 
 void Gather(const GatherRuns& gather, cudaStream_t stream) {
   if (gather.n_heads == 0) return;
+  assert(gather.n_heads <= kMostHeads);
   GatherKernel<<<kBlocks, kThreads, 0, stream>>>(gather);
   CheckLaunch("Gather");
 }

@@ -10,6 +10,8 @@
 
 namespace fathom::cuda {
 
+constexpr std::int32_t kMostHeads = 1024;  // of GatherRuns
+
 // Rows of a table that is cut into segments: row r of segment s of a head begins at
 // segments[head * max_segments + s] + r * segment_blocks * block_bytes. The i-th listed row of a
 // head becomes one run at out + head * head_stride + i * row_stride, its segments one behind the

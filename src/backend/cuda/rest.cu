@@ -106,6 +106,9 @@ void CorrectRest(const RestOfCandidates& args, cudaStream_t stream) {
 void SumRest(const RestOfScores& args, cudaStream_t stream) {
   if (args.n_lists == 0 || args.max_blocks <= 0) return;
   dim3 grid = BlockGrid<kSumThreads>(args.n_lists, args.max_blocks);
+  // Where only some heads are made again it is mostly none: few blocks of threads, which loop.
+  constexpr unsigned kRare = 8;
+  if (args.redo != nullptr && grid.y > kRare) grid.y = kRare;
   SumRestKernel<<<grid, kSumThreads, 0, stream>>>(args);
   CheckLaunch("SumRest");
 }

@@ -18,8 +18,8 @@ namespace fathom::cuda {
 // with weights that fill more) are filtered by the plain kernel.
 constexpr int kFilterSlots = 64;
 constexpr int kMostParts = 8;  // of a ScanTable
-// The one ScoreSink::tile_step of samples: two tokens of every block.
-constexpr int kMeanSampleStep = 32;
+// The one ScoreSink::tile_step of samples: a token of every block.
+constexpr int kMeanSampleStep = kBlockTokens;
 
 // The numbers of a ScanTable.
 struct MeanTableHead {
@@ -112,6 +112,7 @@ struct MeanScan {
   // base of every block, as ScanTable has it: samples and candidates read them, FillBases writes
   // them. [n_lists][bases_stride]
   std::int32_t* bases;
+  std::int32_t* next_tile;    // [n_pieces] scratch of the filter, zeroed by FillBases
   std::int64_t bases_stride;  // even
   // Instead of scores, for tests: U of every token and base of every block.
   std::uint8_t* sums;  // [n_lists][sink.stride]
@@ -119,7 +120,8 @@ struct MeanScan {
   std::int64_t base_stride;
 };
 void ScanMean(const MeanScan& scan, cudaStream_t stream);
-// Fills `bases` for tables and pieces; once, before samples and candidates are scanned.
+// Fills `bases` for tables and pieces; before samples are scanned, and before every scan of
+// candidates.
 void FillBases(const MeanScan& scan, cudaStream_t stream);
 
 }  // namespace fathom::cuda

@@ -110,6 +110,7 @@ __global__ void __launch_bounds__(kThreads) BasesKernel(const __grid_constant__ 
   const MeanTables& t = s.tables;
   const MeanTableHead& head = t.head[piece.table];
   if (LengthsOf(s, piece.head).keep == 0) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0) s.next_tile[blockIdx.y] = 0;
   const int columns = ColumnGroups(t.group), chunks = MeanChunks(t.head_dim);
   const int n_fragments = columns * chunks * kDigits * 32;
   for (int i = static_cast<int>(threadIdx.x); i < n_fragments; i += kThreads) {

@@ -35,8 +35,8 @@ struct HeadInfo {
 // Tokens of a warp that reached their limit wait here, place and sum of each in a word. They come
 // in clusters, up to thousands in a tile: putting one down has to be cheap, and everything else is
 // done for 32 of them at a time.
-constexpr int kBitTokens = 8 * 4 * 32;  // most that a step of FilterTile puts down
-constexpr int kQueue = 2 * kBitTokens;
+constexpr int kStepTokens = 4 * 4 * 32;  // most that are put down together
+constexpr int kQueue = 2 * kStepTokens;
 constexpr int kRounds = 8;  // of 32 that move to the lists together
 
 __device__ std::uint32_t Waiting(int block, int bit, int h, int sum) {
@@ -238,59 +238,82 @@ __device__ int PutDown(Shared& shared, const Tile& tile, int first, const int (&
   return n;
 }
 
-// Sums of the tile's planes in one group of heads: candidates out, masses into rest.
+// Sums of the octets of one half at one bit, from `start`.
+template <int kChunks>
+__device__ void AddPlanes(const uint4 (&word)[kChunks][8], const uint2 (&weight)[kChunks], int half,
+                          int bit, const int (&start)[4], int (&acc)[4][4]) {
+  const std::uint32_t mask = 0x01010101u << bit;
+#pragma unroll
+  for (int o = 0; o < 4; ++o) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint4 &x = word[c][o], &y = word[c][o + 4];
+      const std::uint32_t a[4] = {(half == 0 ? x.x : x.y) & mask, (half == 0 ? x.z : x.w) & mask,
+                                  (half == 0 ? y.x : y.y) & mask, (half == 0 ? y.z : y.w) & mask};
+      c == 0 ? MmaU8S8(acc[o], a, weight[c], start) : MmaU8S8(acc[o], a, weight[c], acc[o]);
+    }
+  }
+}
+
+// The start of accumulators whose sign is the comparison.
+__device__ void StartOf(const Tile& tile, int bit, int (&start)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) start[i] = -(tile.least_sum[i] << bit);
+}
+
+// Candidates of a tile, of those halves and bits (bit 2b + h of reached) in which there are any:
+// their sums are made again.
+template <int kChunks>
+__device__ __forceinline__ void PutDownTile(const MeanScan& s, Shared& shared, const Tile& tile,
+                                            const uint4 (&word)[kChunks][8],
+                                            const uint2 (&weight)[kChunks], std::uint32_t reached) {
+  int n = 0;  // that wait
+  for (; reached != 0; reached &= reached - 1) {
+    const int at = __ffs(static_cast<int>(reached)) - 1, bit = at / 2, half = at % 2;
+    if (n > kQueue - kStepTokens) {
+      Flush(s, shared, tile.index, n);
+      n = 0;
+    }
+    int start[4], acc[4][4];
+    StartOf(tile, bit, start);
+    AddPlanes<kChunks>(word, weight, half, bit, start, acc);
+    n = PutDown(shared, tile, half * 32 + bit, acc, n);
+  }
+  if (n > 0) Flush(s, shared, tile.index, n);
+}
+
+// Sums of the tile's planes in one group of heads. Returns in which halves and bits some lane has a
+// candidate; adds the masses.
 template <int kChunks, bool kRest, bool kEdge>
-__device__ void FilterTile(const MeanScan& s, Shared& shared, const Tile& tile,
-                           const uint4 (&word)[kChunks][8], const uint2 (&weight)[kChunks],
-                           float (&mass)[4]) {
+__device__ std::uint32_t FilterTile(const Shared& shared, const Tile& tile,
+                                    const uint4 (&word)[kChunks][8], const uint2 (&weight)[kChunks],
+                                    float (&mass)[4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int block = tile.index * kTileBlocks + lane / 4 * 2;
   const int h = tile.column * 8 + lane % 4 * 2;
   float origin[4] = {}, step[2] = {};
-  int begin = 0, end = 0;
   if (kRest) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) origin[i] = OriginOf(shared, tile, i);
     step[0] = shared.head[h].step;
     step[1] = shared.head[h + 1].step;
   }
-  if (kEdge) {
-    begin = shared.first;
-    end = shared.last;
-  }
-  int n = 0;  // that wait
+  std::uint32_t reached = 0;
 #pragma unroll 1
   for (int bit = 0; bit < 8; ++bit) {
-    if (n > kQueue - kBitTokens) {
-      Flush(s, shared, tile.index, n);
-      n = 0;
-    }
-    const std::uint32_t mask = 0x01010101u << bit;
-    const int start[4] = {-(tile.least_sum[0] << bit), -(tile.least_sum[1] << bit),
-                          -(tile.least_sum[2] << bit), -(tile.least_sum[3] << bit)};
+    int start[4];
+    StartOf(tile, bit, start);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // tokens 0 .. 31 and 32 .. 63 of the blocks
       int acc[4][4];
-#pragma unroll
-      for (int o = 0; o < 4; ++o) {  // octets of tokens
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-          const uint4 &x = word[c][o], &y = word[c][o + 4];
-          const std::uint32_t a[4] = {
-              (half == 0 ? x.x : x.y) & mask, (half == 0 ? x.z : x.w) & mask,
-              (half == 0 ? y.x : y.y) & mask, (half == 0 ? y.z : y.w) & mask};
-          c == 0 ? MmaU8S8(acc[o], a, weight[c], start) : MmaU8S8(acc[o], a, weight[c], acc[o]);
-        }
-      }
+      AddPlanes<kChunks>(word, weight, half, bit, start, acc);
       int below = -1;  // negative while all sums are below their limits
 #pragma unroll
       for (int o = 0; o < 4; ++o) below &= acc[o][0] & acc[o][1] & acc[o][2] & acc[o][3];
-      if (__any_sync(0xFFFFFFFFu, below >= 0)) {
-        n = PutDown(shared, tile, half * 32 + bit, acc, n);
-      }
+      if (below >= 0) reached |= 1u << (2 * bit + half);
       if (kRest) {
-        const int first = (shared.piece.first_block + block) * kBlockTokens + half * 32 + bit;
-        AddMasses<kEdge>(acc, step, origin, first, begin, end, mass);
+        const int block = shared.piece.first_block + tile.index * kTileBlocks + lane / 4 * 2;
+        AddMasses<kEdge>(acc, step, origin, block * kBlockTokens + half * 32 + bit, shared.first,
+                         shared.last, mass);
       }
     }
     if (kRest) {
@@ -298,20 +321,21 @@ __device__ void FilterTile(const MeanScan& s, Shared& shared, const Tile& tile,
       step[1] *= 0.5F;
     }
   }
-  if (n > 0) Flush(s, shared, tile.index, n);
+  return __reduce_or_sync(0xFFFFFFFFu, reached);
 }
 
+// Words of the lane's planes, made words of octets: see the top.
 template <int kChunks>
 __device__ void LoadWords(const Shared& shared, int tile, uint4 (&word)[kChunks][8]) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const uint4* base =
+  const uint4* planes =
       reinterpret_cast<const uint4*>(shared.piece.planes) + tile * (kTileBlocks / 2) + lane / 4;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int offset = shared.slot_offset[c * 32 + i / 4 * 16 + lane % 4 * 4 + i % 4];
-      word[c][i] = offset >= 0 ? __ldg(base + offset) : uint4{0, 0, 0, 0};
+      word[c][i] = offset >= 0 ? __ldg(planes + offset) : uint4{0, 0, 0, 0};
     }
   }
 #pragma unroll
@@ -347,11 +371,10 @@ __device__ void FilterColumn(const MeanScan& s, Shared& shared, int tile, int co
     weight[c] = __ldg(s.tables.fragment + (fragment * 2 + c) * 32 + lane);
   }
   float mass[4] = {};
-  if (kRest && edge) {
-    FilterTile<kChunks, kRest, true>(s, shared, state, word, weight, mass);
-  } else {
-    FilterTile<kChunks, kRest, false>(s, shared, state, word, weight, mass);
-  }
+  const std::uint32_t reached =
+      kRest && edge ? FilterTile<kChunks, kRest, true>(shared, state, word, weight, mass)
+                    : FilterTile<kChunks, kRest, false>(shared, state, word, weight, mass);
+  if (reached != 0) PutDownTile<kChunks>(s, shared, state, word, weight, reached);
   if constexpr (kRest) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -367,17 +390,23 @@ __device__ void FilterColumn(const MeanScan& s, Shared& shared, int tile, int co
 template <bool kRest, int kChunks>
 __device__ void FilterPiece(const MeanScan& s, Shared& shared) {
   const int n_tiles = (shared.piece.n_blocks + kTileBlocks - 1) / kTileBlocks;
-  const int columns = ColumnGroups(s.tables.group);
-  for (int tile = static_cast<int>(blockIdx.x * kWarps + threadIdx.x / 32); tile < n_tiles;
-       tile += static_cast<int>(gridDim.x) * kWarps) {
+  // Tiles differ in how many candidates they have, so a warp takes the next when it is done with
+  // one; it asks for it in time.
+  const auto take = [&] {
+    return threadIdx.x % 32 == 0 ? atomicAdd(s.next_tile + blockIdx.y, 1) : 0;
+  };
+  int tile = __shfl_sync(0xFFFFFFFFu, take(), 0);
+  while (tile < n_tiles) {
+    const int following = take();
     uint4 word[kChunks][8];
     LoadWords<kChunks>(shared, tile, word);
     const int first = (shared.piece.first_block + tile * kTileBlocks) * kBlockTokens;
     const bool edge = first < shared.first || first + kTileTokens > shared.last;
 #pragma unroll 1
-    for (int column = 0; column < columns; ++column) {
+    for (int column = 0; column < ColumnGroups(s.tables.group); ++column) {
       FilterColumn<kRest, kChunks>(s, shared, tile, column, edge, word);
     }
+    tile = __shfl_sync(0xFFFFFFFFu, following, 0);
   }
 }
 
@@ -397,11 +426,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
         slot < 0 ? -1 : static_cast<int>(PlaneRow(piece, t, slot) * (piece.plane_stride / 2));
   }
   if (threadIdx.x == 0) {
+    const int end = (piece.first_block + piece.n_blocks) * kBlockTokens;
     shared.n_parts = head.n_parts;
     shared.first = LengthsOf(s, piece.head).first;
-    // What lies beyond the piece's blocks may hold anything, and be tokens of the next piece.
-    shared.last =
-        min(LengthsOf(s, piece.head).last, (piece.first_block + piece.n_blocks) * kBlockTokens);
+    // Words beyond the piece's blocks are no tokens of it.
+    shared.last = min(LengthsOf(s, piece.head).last, end);
   }
   FillHeads(s, shared);
   __syncthreads();
@@ -412,10 +441,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
 
 void FilterMean(const MeanScan& scan, cudaStream_t stream) {
   if (scan.n_pieces == 0 || scan.max_tiles == 0) return;
-  // As many blocks of threads as run at once: each reads its operands once for all its tiles.
+  // As many blocks of threads as run at once, each of which reads its operands once for all its
+  // tiles, and not one more: it would begin when the others have ended.
   constexpr int kResident = 132 * kBlocksPerSm;
   const int most = (scan.max_tiles + kWarps - 1) / kWarps;
-  const int wanted = (kResident + scan.n_pieces - 1) / scan.n_pieces;
+  const int wanted = scan.n_pieces < kResident ? kResident / scan.n_pieces : 1;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(scan.n_pieces));
   scan.rest != nullptr ? FilterKernel<true><<<grid, kThreads, 0, stream>>>(scan)

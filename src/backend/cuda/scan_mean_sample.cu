@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
-// A sample of the scores of the mean codec: two tokens of every block, one in each half, at places
-// that look random. Tokens of a block have similar scores, so that few tokens of many blocks say
-// more than many of few. A lane has one token; see scan_mean_exact.cu for its sums.
+// A sample of the scores of the mean codec: one token of every block, at a place that looks random.
+// Tokens of a block have similar scores, so that few tokens of many blocks say more than many of
+// few. A lane has one token; see scan_mean_exact.cu for its sums.
 #include <cmath>
 
 #include "backend/cuda/scan_mean.cuh"
@@ -9,11 +9,11 @@
 namespace fathom::cuda {
 namespace {
 
-constexpr int kWarps = 8;
+constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
-static_assert(kBlockTokens / kMeanSampleStep == 2);
+static_assert(kMeanSampleStep == kBlockTokens);
 
-constexpr int kBatch = 8;  // loads of a lane on their way together
+constexpr int kBatch = 16;  // loads of a lane on their way together
 
 template <int kWords>
 struct Shared {
@@ -94,41 +94,37 @@ __global__ void __launch_bounds__(kThreads) SampleKernel(const __grid_constant__
   // The last piece of a sequence fills its sample up with what is no candidate.
   const bool last = piece.first_block + piece.n_blocks >= lengths.n_blocks;
   const int n_samples =
-      last ? SampleTokens(lengths.n_blocks, kMeanSampleStep) - 2 * piece.first_block
-           : 2 * piece.n_blocks;
-  for (int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
-       i < n_samples; i += static_cast<int>(gridDim.x) * kThreads) {
-    const int block = i / 2;
-    const std::uint32_t place =
-        static_cast<std::uint32_t>(2 * piece.first_block + i) * 2654435761u >> 27;
-    const int bit = static_cast<int>(place);
-    const int token = (piece.first_block + block) * kBlockTokens + i % 2 * 32 + bit;
+      last ? SampleTokens(lengths.n_blocks, kMeanSampleStep) - piece.first_block : piece.n_blocks;
+  for (int block = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+       block < n_samples; block += static_cast<int>(gridDim.x) * kThreads) {
+    const int in_sequence = piece.first_block + block;
+    const int bit = static_cast<int>(static_cast<std::uint32_t>(in_sequence) * 2654435761u >> 26);
+    const int token = in_sequence * kBlockTokens + bit;
     const bool used = block < piece.n_blocks;
     const bool candidate = used && token >= lengths.first && token < lengths.last;
     std::uint32_t sum[kWords] = {};
     if (used) {
       TokenSum<kWords>(shared, head.n_parts, piece.plane_stride * 2,
-                       reinterpret_cast<const std::uint32_t*>(piece.planes) + i, bit, sum);
+                       reinterpret_cast<const std::uint32_t*>(piece.planes + block) + bit / 32,
+                       bit % 32, sum);
     }
 #pragma unroll
     for (int h = 0; h < kWords * 4; ++h) {
       if (h >= t.group) break;
       const std::int64_t list = std::int64_t{piece.head} * t.group + h;
-      const int base =
-          used ? __ldg(s.bases + list * s.bases_stride + piece.first_block + block) : 0;
+      const int base = used ? __ldg(s.bases + list * s.bases_stride + in_sequence) : 0;
       const int u = static_cast<int>(sum[h / 4] >> 8 * (h % 4) & 255u);
       const int total = (u << head.shift[h]) + base;
       const float score = static_cast<float>(total) * head.scale[h];
-      s.sink.scores[list * s.sink.stride + 2 * piece.first_block + i] =
-          candidate ? score : -INFINITY;
+      s.sink.scores[list * s.sink.stride + in_sequence] = candidate ? score : -INFINITY;
     }
   }
 }
 
 template <int kWords>
 void Launch(const MeanScan& s, cudaStream_t stream) {
-  const int most = (s.max_tiles * kTileBlocks * 2 + kThreads - 1) / kThreads;
-  const int wanted = (132 * 6 + s.n_pieces - 1) / s.n_pieces;
+  const int most = (s.max_tiles * kTileBlocks + kThreads - 1) / kThreads;
+  const int wanted = (132 * 8 + s.n_pieces - 1) / s.n_pieces;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(s.n_pieces));
   SampleKernel<kWords><<<grid, kThreads, 0, stream>>>(s);

@@ -303,7 +303,7 @@ bool FilterPaper(const PaperScan& scan, cudaStream_t stream) {
   if (scan.group > kHeads) return false;
   constexpr int kResident = 132 * kBlocksPerSm;
   const int most = (scan.max_tiles * kTileBlocks / 2 + kWarps - 1) / kWarps;
-  const int wanted = (kResident + scan.n_pieces - 1) / scan.n_pieces;
+  const int wanted = scan.n_pieces < kResident ? kResident / scan.n_pieces : 1;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(scan.n_pieces));
   FilterKernel<<<grid, kThreads, 0, stream>>>(scan);
