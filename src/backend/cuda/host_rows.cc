@@ -164,6 +164,26 @@ WeighInput UploadWeigh(const WeighArgs& a, cudaStream_t stream) {
   return in;
 }
 
+// Results of Attend, to where the heads want them.
+void CopyResults(const AttendArgs& a, const DeviceBuffer<float>& out,
+                 const DeviceBuffer<float>& lse, const DeviceBuffer<std::int32_t>& n_values,
+                 cudaStream_t stream) {
+  const std::size_t dim = Size(a.head_dim);
+  std::vector<std::int32_t> read(a.heads.size());
+  Download(read.data(), n_values.data(), read.size(), stream);
+  for (std::size_t h = 0; h < a.heads.size(); ++h) {
+    const std::size_t first = h * Size(a.group);
+    Download(a.heads[h].out, out.data() + first * dim, Size(a.group) * dim, stream);
+    Download(a.heads[h].lse, lse.data() + first, Size(a.group), stream);
+  }
+  cuda::Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  const bool lazy = a.least_weight > 0;
+  for (std::size_t h = 0; h < a.heads.size(); ++h) {
+    if (a.heads[h].n_values == nullptr) continue;
+    *a.heads[h].n_values = lazy && a.heads[h].tokens != nullptr ? read[h] : a.heads[h].n_attended;
+  }
+}
+
 }  // namespace
 
 void CudaBackend::Attend(const AttendArgs& a) const {
@@ -216,18 +236,7 @@ void CudaBackend::Attend(const AttendArgs& a) const {
                lse.data(),
                {}},
               stream);
-  std::vector<std::int32_t> read(a.heads.size());
-  Download(read.data(), n_values.data(), read.size(), stream);
-  for (std::size_t h = 0; h < a.heads.size(); ++h) {
-    const std::size_t first = h * Size(a.group);
-    Download(a.heads[h].out, out.data() + first * dim, Size(a.group) * dim, stream);
-    Download(a.heads[h].lse, lse.data() + first, Size(a.group), stream);
-  }
-  stream_.Wait();
-  for (std::size_t h = 0; h < a.heads.size(); ++h) {
-    if (a.heads[h].n_values == nullptr) continue;
-    *a.heads[h].n_values = lazy && a.heads[h].tokens != nullptr ? read[h] : a.heads[h].n_attended;
-  }
+  CopyResults(a, out, lse, n_values, stream);
 }
 
 void CudaBackend::Weigh(const WeighArgs& a) const {
