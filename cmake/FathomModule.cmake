@@ -16,18 +16,22 @@ function(fathom_module name)
   set_property(GLOBAL APPEND PROPERTY FATHOM_MODULES fathom_${name})
 endfunction()
 
-# fathom_test(NAME LABELS ... [SOURCES ...] [DEPS ...]): a GoogleTest program tests/NAME.cc, one ctest entry per test case.
+# fathom_test(NAME LABELS ... [MAIN FILE] [SOURCES ...] [DEPS ...] [DISCOVER ...]): a GoogleTest program tests/NAME.cc, or
+# of FILE, one ctest entry per test case. DISCOVER: further arguments of gtest_discover_tests.
 function(fathom_test name)
-  cmake_parse_arguments(ARG "" "TIMEOUT" "LABELS;SOURCES;DEPS" ${ARGN})
+  cmake_parse_arguments(ARG "" "TIMEOUT;MAIN" "LABELS;SOURCES;DEPS;DISCOVER" ${ARGN})
+  if(NOT ARG_MAIN)
+    set(ARG_MAIN ${name}.cc)
+  endif()
   if(NOT ARG_TIMEOUT)
     set(ARG_TIMEOUT 300)
   endif()
-  add_executable(${name} ${name}.cc ${ARG_SOURCES})
+  add_executable(${name} ${ARG_MAIN} ${ARG_SOURCES})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_compile_definitions(${name} PRIVATE FATHOM_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE fathom_warnings fathom::fathom GTest::gtest_main ${ARG_DEPS})
   # Tests share the processors: a thread that spins while it waits takes the time of the one it waits for.
-  gtest_discover_tests(${name} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT}
+  gtest_discover_tests(${name} ${ARG_DISCOVER} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT}
                        ENVIRONMENT "OMP_WAIT_POLICY=passive" DISCOVERY_TIMEOUT 60)
 endfunction()
 

@@ -37,8 +37,8 @@ struct StepBenchOptions {
   std::int64_t steps = 30;         // timed, after those that warm up
   // No further step is timed after that long; three at least are.
   double seconds = 30;
-  // Rows and keys of token i are those of token i mod m, where memory does not hold all rows; 0
-  // takes the largest m that fits.
+  // The rows of token i are those of token i mod m (its planes are its own). 0: the context, halved
+  // until the rows take no more than half of the host memory that the index leaves, and 16 GiB.
   std::int64_t fold_tokens = 0;
   std::uint64_t seed = 1;
 };
@@ -55,9 +55,9 @@ inline constexpr std::string_view kStepStages[] = {"dense",  "plan", "gather", "
 
 // Rates in 1e9 bytes per second. What a method does not have is 0.
 struct StepBenchResult {
-  std::string method;  // the full spec, defaults filled in
+  std::string method;  // the spec
   std::string placement;
-  std::string device;  // "NVIDIA H200"
+  std::string device;  // the machine's devices, of which the first is used
   std::int64_t n_tokens = 0;
   int batch = 0;
   std::int64_t steps = 0;         // timed
@@ -71,11 +71,11 @@ struct StepBenchResult {
   double rows_gb_s = 0;           // of rows, while stage rows runs
   double memcpy_gb_s = 0;         // pinned copy to the device, measured in the same run
   double hbm_copy_gb_s = 0;       // copy in HBM, read and written bytes, in the same run
-  double non_transfer_share = 0;  // part of gpu_ms that is neither gather nor rows
+  double non_transfer_share = 0;  // part of all stages that is neither gather nor rows
   double read_bits = 0;           // per token and KV head
   double winners_per_head = 0;    // rows fetched per KV head: the union over its group
   std::int64_t row_modulus = 0;   // m, or 0 where every token has its own row
-  std::int64_t redone_lists = 0;  // lists of candidates made again, in all timed steps
+  std::int64_t redone_lists = 0;  // lists of candidates made again, in one step
   bool pinned = false;            // host memory is registered with CUDA
 };
 
@@ -85,7 +85,7 @@ using StepBenchProgress = std::function<bool(std::string_view what, std::string_
 
 // Throws Error(kUnsupported) in a build without CUDA, without a device, and for a method or
 // placement that the device does not do; kNoMemory where host memory or HBM does not hold the
-// combination, naming which; kUsage for options out of range; kCancelled when progress says so. All
+// combination; kUsage for options out of range; kCancelled when progress says so. All
 // but an error that CUDA cannot recover from leave the process able to run the next one.
 StepBenchResult RunStepBench(const StepBenchOptions& options,
                              const StepBenchProgress& progress = {});

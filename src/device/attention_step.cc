@@ -15,7 +15,7 @@
 namespace fathom::cuda {
 namespace {
 
-constexpr std::int32_t kCandidates = 8192;  // room of a list; about twice k are expected
+constexpr std::int32_t kCandidates = 8192;  // room of a list; 2 keep + 512 are expected
 constexpr std::int64_t kMostSample = std::int64_t{128} * kTileTokens;
 constexpr float kLeastShare = 1e-3F;  // of all mass, for a block's own mean value
 
@@ -44,9 +44,11 @@ void CheckSizes(const StepSizes& s, std::int32_t unit) {
     fail("batch of " + std::to_string(s.batch) + " with " + std::to_string(s.heads.n_kv_heads) +
          " KV heads; the device takes " + std::to_string(kMostHeads) + " of them together");
   }
-  if (KeepOf(s, unit) > kCandidates / 2) {
+  constexpr std::int32_t kMostKeep = 3584;
+  static_assert(2 * kMostKeep + 8 * kBlockTokens <= kCandidates * 15 / 16);
+  if (KeepOf(s, unit) > kMostKeep) {
     fail("k=" + std::to_string(s.k) + "; the device selects at most " +
-         std::to_string(kCandidates / 2 * unit) + " per query head");
+         std::to_string(kMostKeep * unit) + " per query head");
   }
 }
 
@@ -106,14 +108,6 @@ AttentionStep::AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens)
   weigh_splits_ = WeighSplits(static_cast<std::int32_t>(heads), rest_stride_);
   weigh_out_.Reserve(Size(lists * weigh_splits_ * dim));
   weigh_other_.Reserve(Size(lists * weigh_splits_));
-}
-
-std::int64_t AttentionStep::Bytes(const StepSizes& s, std::int32_t unit_tokens) {
-  const std::int64_t lists = s.n_lists(), heads = s.n_heads();
-  const std::int64_t scores = RoundUp(s.max_tokens / unit_tokens + 1, kTileTokens);
-  return lists *
-             (scores * 4 + kCandidates * 8 + kMostSample * 4 + s.max_tokens / kBlockTokens * 4) +
-         heads * (s.max_tokens * 3 + (s.heads.group() * s.k + 1024) * 4 * s.heads.head_dim);
 }
 
 void AttentionStep::SetLengths(std::span<const std::int64_t> n_tokens, bool dense,

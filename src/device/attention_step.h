@@ -54,9 +54,8 @@ class AttentionStep {
   // do not take, kNoMemory where the device has too little.
   AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens);
 
-  const StepSizes& sizes() const { return sizes_; }
-  // Copies how long the sequences are; n_blocks of them are in the index. Not while a graph runs.
-  // k >= n_tokens, or no index: the step is dense.
+  // How long the sequences are; all their finished blocks are in the index. Not while a graph runs.
+  // dense: all attend to everything, as sequences of no more than k tokens do anyway. Waits.
   void SetLengths(std::span<const std::int64_t> n_tokens, bool dense, cudaStream_t stream);
   const Lengths* lengths() const { return lengths_.data(); }            // in tokens
   const Lengths* scan_lengths() const { return scan_lengths_.data(); }  // in units of the index
@@ -68,11 +67,6 @@ class AttentionStep {
   // What the last layer attended, and which heads were selected from all scores.
   Attended attended() const { return attended_; }
   const std::int32_t* redo() const { return redo_; }
-  const float* least() const { return least_.data(); }
-  const std::int32_t* candidates() const { return count_; }
-
-  // Device memory of one.
-  static std::int64_t Bytes(const StepSizes& sizes, std::int32_t unit_tokens);
 
  private:
   bool has_rest(const IndexScan* index) const {

@@ -160,6 +160,7 @@ class MeanBench final : public BenchIndex {
             const BenchProgress& progress)
       : bits_(method.bits),
         place_(place),
+        stream_(stream),
         memory_(arena, place.on_host),
         multiplier_(1),
         index_(SizesOf(place, lengths), kMeanBits, multiplier_.data(), place.on_host) {
@@ -176,7 +177,7 @@ class MeanBench final : public BenchIndex {
     const std::int32_t layers = place.sizes.n_layers;
     std::vector<MeanIndex::Layer> made;
     for (std::int32_t layer = 0; layer < layers; ++layer) {
-      made.push_back(MakeLayer(layer, &packer, stream));
+      made.push_back(MakeLayer(layer, &packer));
       Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
       if (progress) progress(layer + 1, layers);
     }
@@ -202,11 +203,13 @@ class MeanBench final : public BenchIndex {
 
  private:
   void SetMultiplier(double value) {
-    Check(cudaMemcpy(multiplier_.data(), &value, sizeof(value), cudaMemcpyHostToDevice),
-          "cudaMemcpy to the device");
+    Check(
+        cudaMemcpyAsync(multiplier_.data(), &value, sizeof(value), cudaMemcpyHostToDevice, stream_),
+        "cudaMemcpyAsync");
+    Check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }
 
-  MeanIndex::Layer MakeLayer(std::int32_t layer, Packer* packer, cudaStream_t stream) {
+  MeanIndex::Layer MakeLayer(std::int32_t layer, Packer* packer) {
     const std::int64_t heads = place_.sizes.n_heads(), dim = place_.sizes.heads.head_dim;
     const std::int64_t blocks = place_.cap_blocks();
     const std::int64_t plane_bytes = dim * kPlanes * blocks * 8, mean_bytes = dim * blocks / 2;
@@ -216,7 +219,6 @@ class MeanBench final : public BenchIndex {
     plane_lists_.push_back(Pointers<std::uint64_t>(planes, heads, plane_bytes));
     mean_lists_.push_back(Pointers<std::uint8_t>(means, heads, mean_bytes));
     segments_.push_back(Pointers<const std::byte>(planes, heads, plane_bytes));
-    (void)stream;
     PackBlocks pack{};
     pack.codec = Codec::kMean;
     pack.head_dim = static_cast<std::int32_t>(dim);
@@ -254,6 +256,7 @@ class MeanBench final : public BenchIndex {
 
   const double bits_;
   const BenchPlace place_;
+  const cudaStream_t stream_;
   Memory memory_;
   MeanStats stats_;
   DeviceBuffer<double> multiplier_;

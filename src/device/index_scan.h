@@ -20,7 +20,7 @@ struct RestSink {
   float exp_scale = 0;
 };
 
-// What one step reads of the index, over all layers and heads.
+// What one step reads of the index in a layer, over all heads.
 struct ScanCost {
   double read_bits = 0;   // per token and KV head, by the one rule of docs/methods.md
   double link_bytes = 0;  // fetched from host memory
@@ -51,7 +51,8 @@ class IndexScan {
   // count chunks.
   virtual std::int32_t unit_tokens() const { return 1; }
 
-  // ScoreSink::tile_step of a sample of an index with so many tiles, at least 2.
+  // ScoreSink::tile_step of a sample of an index with so many tiles, as IndexScan samples: a power
+  // or multiple that the scan likes, 4 or more.
   virtual std::int32_t sample_step(std::int32_t n_tiles) const;
 
   // Of the layer whose plan was made last. Waits for the stream.

@@ -10,30 +10,14 @@ namespace {
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-GatherRuns RunsOf(const IndexSizes& sizes, const HostSegments& table, std::int32_t block_bytes,
-                  void* out, std::int64_t rows, const std::int32_t* n_rows) {
-  GatherRuns runs{};
-  runs.n_heads = sizes.n_heads();
-  runs.n_kv_heads = sizes.heads.n_kv_heads;
-  runs.segments = table.segments;
-  runs.max_segments = table.max_segments;
-  runs.segment_blocks = table.segment_blocks;
-  runs.block_bytes = block_bytes;
-  runs.n_rows = n_rows;
-  runs.n_rows_stride = 1;
-  runs.lengths = sizes.lengths;
-  runs.out = static_cast<std::byte*>(out);
-  runs.row_stride = sizes.max_blocks * block_bytes;
-  runs.head_stride = rows * runs.row_stride;
-  return runs;
-}
-
 DeviceBuffer<std::int32_t> Filled(std::int32_t n, std::int32_t value) {
   const std::vector<std::int32_t> host(Size(n), value);
   return DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(host));
 }
 
-double TotalBlocks(const IndexSizes& sizes, cudaStream_t stream) {
+}  // namespace
+
+double CountBlocks(const IndexSizes& sizes, cudaStream_t stream) {
   std::vector<Lengths> lengths(Size(sizes.batch));
   Check(cudaMemcpyAsync(lengths.data(), sizes.lengths, lengths.size() * sizeof(Lengths),
                         cudaMemcpyDeviceToHost, stream),
@@ -43,8 +27,6 @@ double TotalBlocks(const IndexSizes& sizes, cudaStream_t stream) {
   for (const Lengths& l : lengths) blocks += l.n_blocks;
   return blocks * sizes.heads.n_kv_heads;
 }
-
-}  // namespace
 
 LabelIndex::LabelIndex(const IndexSizes& sizes, const Shape& shape, bool on_host)
     : sizes_(sizes),
@@ -88,12 +70,13 @@ void LabelIndex::Fetch(std::int32_t layer, cudaStream_t stream) {
   const auto block = static_cast<std::int32_t>(layout::LabelBlockBytes(shape_.planes));
   const bool by_channel = shape_.layout == LabelLayout::kChannels;
   // Codes by token are one run, those by channel one for each.
-  GatherRuns codes = by_channel ? RunsOf(sizes_, l.codes, block, staged_codes_.data(),
-                                         shape_.n_channels, n_rows_.data())
-                                : RunsOf(sizes_, l.codes, block * shape_.table_width,
-                                         staged_codes_.data(), 1, one_row_.data());
-  GatherRuns scales = RunsOf(sizes_, l.scales, sizeof(Half), staged_scales_.data(),
-                             shape_.n_channels, n_rows_.data());
+  GatherRuns codes =
+      by_channel ? RunsOf(sizes_, l.codes, block, staged_codes_.data(), shape_.n_channels)
+                 : RunsOf(sizes_, l.codes, block * shape_.table_width, staged_codes_.data(), 1);
+  codes.n_rows = by_channel ? n_rows_.data() : one_row_.data();
+  GatherRuns scales =
+      RunsOf(sizes_, l.scales, sizeof(Half), staged_scales_.data(), shape_.n_channels);
+  scales.n_rows = n_rows_.data();
   if (by_channel) {
     codes.rows = scales.rows = chosen_.data();
     codes.rows_stride = scales.rows_stride = shape_.n_channels;
@@ -122,7 +105,7 @@ void LabelIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink&
 }
 
 ScanCost LabelIndex::Cost(cudaStream_t stream) const {
-  const double blocks = TotalBlocks(sizes_, stream);
+  const double blocks = CountBlocks(sizes_, stream);
   const double codes = layout::LabelBlockBytes(shape_.planes);
   ScanCost cost;
   cost.read_bits = shape_.n_channels * (shape_.planes + 16.0 / kBlockTokens);
@@ -153,7 +136,9 @@ void KeyIndex::Fetch(std::int32_t layer, cudaStream_t stream) {
   const HostSegments& table = layers_[Size(layer)].table;
   if (table.segments == nullptr) return;
   const auto block = static_cast<std::int32_t>(kBlockTokens * sizeof(Half)) * sizes_.heads.head_dim;
-  Gather(RunsOf(sizes_, table, block, staged_.data(), 1, one_row_.data()), stream);
+  GatherRuns keys = RunsOf(sizes_, table, block, staged_.data(), 1);
+  keys.n_rows = one_row_.data();
+  Gather(keys, stream);
 }
 
 void KeyIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink& /*rest*/,
@@ -177,7 +162,7 @@ ScanCost KeyIndex::Cost(cudaStream_t stream) const {
   ScanCost cost;
   cost.read_bits = 16.0 * sizes_.heads.head_dim / unit_;
   cost.scan_bytes =
-      TotalBlocks(sizes_, stream) * kBlockTokens * sizes_.heads.head_dim * sizeof(Half);
+      CountBlocks(sizes_, stream) * kBlockTokens * sizes_.heads.head_dim * sizeof(Half);
   cost.link_bytes = link_bytes_;
   return cost;
 }

@@ -14,24 +14,6 @@ std::int32_t TilesOf(const IndexSizes& sizes) {
   return static_cast<std::int32_t>(sizes.max_blocks / kTileBlocks);
 }
 
-// Rows of a table on the host, one run behind the other at `out`.
-GatherRuns RunsOf(const IndexSizes& sizes, const HostSegments& table, std::int32_t block_bytes,
-                  void* out, std::int64_t rows) {
-  const std::int64_t row = sizes.max_blocks * block_bytes;
-  GatherRuns runs{};
-  runs.n_heads = sizes.n_heads();
-  runs.n_kv_heads = sizes.heads.n_kv_heads;
-  runs.segments = table.segments;
-  runs.max_segments = table.max_segments;
-  runs.segment_blocks = table.segment_blocks;
-  runs.block_bytes = block_bytes;
-  runs.lengths = sizes.lengths;
-  runs.out = static_cast<std::byte*>(out);
-  runs.row_stride = row;
-  runs.head_stride = rows * row;
-  return runs;
-}
-
 template <typename T>
 std::vector<T> ToHost(const T* device, std::size_t n, cudaStream_t stream) {
   std::vector<T> host(n);
@@ -42,6 +24,24 @@ std::vector<T> ToHost(const T* device, std::size_t n, cudaStream_t stream) {
 }
 
 }  // namespace
+
+GatherRuns RunsOf(const IndexSizes& sizes, const HostSegments& table, std::int32_t block_bytes,
+                  void* out, std::int64_t rows) {
+  const std::int64_t row = sizes.max_blocks * block_bytes;
+  GatherRuns runs{};
+  runs.n_heads = sizes.n_heads();
+  runs.n_kv_heads = sizes.heads.n_kv_heads;
+  runs.segments = table.segments;
+  runs.max_segments = table.max_segments;
+  runs.segment_blocks = table.segment_blocks;
+  runs.block_bytes = block_bytes;
+  runs.n_rows_stride = 1;
+  runs.lengths = sizes.lengths;
+  runs.out = static_cast<std::byte*>(out);
+  runs.row_stride = row;
+  runs.head_stride = rows * row;
+  return runs;
+}
 
 // Some 65,536 tokens, of which 60 or so lie above the limit; of short sequences not more than a
 // quarter, which would cost as much as the scan.
@@ -178,13 +178,11 @@ void PaperIndex::Fetch(std::int32_t layer, cudaStream_t stream) {
   planes.rows = planes_.data();
   planes.rows_stride = dim * kPlanes;
   planes.n_rows = n_planes_.data();
-  planes.n_rows_stride = 1;
   Gather(planes, stream);
   GatherRuns scales = RunsOf(sizes_, l.scales, sizeof(Half), staged_scales_.data(), dim);
   scales.rows = channels_.data();
   scales.rows_stride = dim;
   scales.n_rows = n_channels_.data();
-  scales.n_rows_stride = 1;
   Gather(scales, stream);
 }
 

@@ -36,6 +36,14 @@ struct HostSegments {
   std::int32_t segment_blocks = 0;
 };
 
+// Rows of a table on the host, as one run behind the other at `out`: `rows` of them per head at
+// most. Which rows, and how many, is still to be said.
+GatherRuns RunsOf(const IndexSizes& sizes, const HostSegments& table, std::int32_t block_bytes,
+                  void* out, std::int64_t rows);
+
+// Finished blocks of all sequences and KV heads. Waits for the stream.
+double CountBlocks(const IndexSizes& sizes, cudaStream_t stream);
+
 // fathom: planes with frozen steps and block means; one multiplier for all heads.
 class MeanIndex final : public IndexScan {
  public:

@@ -61,13 +61,36 @@ void CheckOptions(const StepBenchOptions& o) {
          std::to_string(4 * kRing));
   }
   if (o.batch < 1 || o.batch > 64) fail("batch of " + std::to_string(o.batch) + "; 1..64");
-  if (o.k <= kAlwaysKept) fail("k=" + std::to_string(o.k) + "; at least 37");
+  if (o.k <= kAlwaysKept || o.k > o.n_tokens / 2) {
+    fail("k=" + std::to_string(o.k) + "; 37 to half of the context, " +
+         std::to_string(o.n_tokens / 2));
+  }
+  if (o.steps < 1) fail(std::to_string(o.steps) + " steps; at least 1");
+  if (o.fold_tokens < 0 || (o.fold_tokens > 0 && o.fold_tokens < kRing)) {
+    fail("rows folded at " + std::to_string(o.fold_tokens) + "; 0 or at least " +
+         std::to_string(kRing));
+  }
 }
 
-// Host memory outlives a run: registering it takes seconds, and runs follow one another.
-cuda::HostArena* SharedArena(std::int64_t bytes) {
-  static std::unique_ptr<cuda::HostArena> arena;
-  if (arena == nullptr || arena->size() < bytes) {
+// What outlives a run, until the process ends: runs follow one another, and registering host memory
+// and making weights takes longer than timing them. One run at a time: `mutex` is held by it.
+struct Kept {
+  std::mutex mutex;
+  std::unique_ptr<cuda::HostArena> arena;
+  std::shared_ptr<const cuda::DeviceWeights> weights;
+  StepShape shape;  // of the weights
+  std::uint64_t seed = 0;
+};
+Kept& TheKept() {
+  static Kept kept;
+  return kept;
+}
+
+cuda::HostArena* KeptArena(std::int64_t bytes) {
+  std::unique_ptr<cuda::HostArena>& arena = TheKept().arena;
+  // One that the system refused may be let in now that less is asked for.
+  const bool refused = arena != nullptr && arena->done() && !arena->pinned();
+  if (arena == nullptr || refused || arena->size() < bytes) {
     arena.reset();
     arena = std::make_unique<cuda::HostArena>(bytes);
   }
@@ -75,17 +98,20 @@ cuda::HostArena* SharedArena(std::int64_t bytes) {
   return arena.get();
 }
 
-// Weights of the last shape, likewise.
-std::shared_ptr<const cuda::DeviceWeights> SharedWeights(const StepShape& shape,
-                                                         std::uint64_t seed) {
-  static std::shared_ptr<const cuda::DeviceWeights> weights;
-  static std::string name;
-  if (weights == nullptr || name != shape.name) {
-    weights.reset();
-    weights = cuda::DeviceWeights::Random(DenseShapeOf(shape), seed);
-    name = shape.name;
+bool SameShape(const StepShape& a, const StepShape& b) {
+  return a.n_layers == b.n_layers && a.n_embd == b.n_embd && a.n_ff == b.n_ff &&
+         a.n_vocab == b.n_vocab && a.heads == b.heads && a.has_qk_norm == b.has_qk_norm;
+}
+
+std::shared_ptr<const cuda::DeviceWeights> KeptWeights(const StepShape& shape, std::uint64_t seed) {
+  Kept& kept = TheKept();
+  if (kept.weights == nullptr || !SameShape(kept.shape, shape) || kept.seed != seed) {
+    kept.weights.reset();
+    kept.weights = cuda::DeviceWeights::Random(DenseShapeOf(shape), seed);
+    kept.shape = shape;
+    kept.seed = seed;
   }
-  return weights;
+  return kept.weights;
 }
 
 // Deviations of key channels, unequal as in real models: a few strong ones, many weak.
@@ -119,7 +145,7 @@ class Bench {
   StepBenchResult Run() {
     ReserveHost();
     Say("making weights", "", 0, 1);
-    weights_ = SharedWeights(options_.shape, options_.seed);
+    weights_ = KeptWeights(options_.shape, options_.seed);
     dense_ = std::make_unique<cuda::DenseOps>(weights_, options_.batch);
     attention_ = std::make_unique<AttentionStep>(sizes_, method_.chunk);
     MakeInputs();
@@ -156,17 +182,21 @@ class Bench {
         std::int64_t{sizes_.n_layers} * sizes_.n_heads() * 2 * sizes_.heads.head_dim * 2;
     modulus_ = options_.fold_tokens;
     if (modulus_ <= 0) {
-      const double left = static_cast<double>(AvailableMemoryBytes() - index) * kRowsShare;
-      const auto most = std::min(static_cast<std::int64_t>(std::max(left, 0.0)), kMostRowBytes);
+      // What an earlier run has taken is there for this one. 0: nobody knows what there is.
+      const cuda::HostArena* kept = TheKept().arena.get();
+      const std::int64_t free = AvailableMemoryBytes() + (kept == nullptr ? 0 : kept->size());
+      const double left = static_cast<double>(free - index) * kRowsShare;
+      const auto most =
+          free == 0 ? kMostRowBytes
+                    : std::min(static_cast<std::int64_t>(std::max(left, 0.0)), kMostRowBytes);
       modulus_ = options_.n_tokens;
       while (modulus_ > kRing && modulus_ * row > most) modulus_ /= 2;
     }
     modulus_ = std::min(modulus_, options_.n_tokens);
     result_.row_modulus = modulus_ < options_.n_tokens ? modulus_ : 0;
-    arena_ = SharedArena(index + modulus_ * row + (std::int64_t{64} << 20));
+    arena_ = KeptArena(index + modulus_ * row + (std::int64_t{64} << 20));
     arena_->Wait([this](std::int64_t done, std::int64_t total) {
-      Say("registering host memory", "MiB", done >> 20, total >> 20);
-      return true;
+      return !progress_ || progress_("registering host memory", "MiB", done >> 20, total >> 20);
     });
     result_.pinned = arena_->pinned();
     if (result_.pinned) return;
@@ -258,7 +288,7 @@ class Bench {
     return rows;
   }
 
-  // Records one decode step. mark(-1 .. ) says where a stage of a layer ends.
+  // Records one decode step. mark(layer, stage) is called where a stage of a layer ends.
   template <typename Mark>
   void Step(cudaStream_t stream, const Mark& mark) {
     dense_->Embed(tokens_.data(), options_.batch, stream);
@@ -284,7 +314,7 @@ class Bench {
   }
 
   void FitMultiplier() {
-    if (index_ == nullptr) return;
+    if (method_.kind != cuda::BenchMethod::Kind::kMean) return;
     // Twice: the first steps attend to what a plan of everything finds.
     for (int round = 0; round < 2; ++round) {
       std::vector<std::vector<float>> queries;
@@ -422,13 +452,16 @@ class Bench {
         {std::string(kStepStages[kStages]), std::max(result_.gpu_ms - all, 0.0)});
     const double gather = result_.stages[kGather].gpu_ms, rows = result_.stages[kRows].gpu_ms;
     if (index_bytes_ > 0 && gather > 0) result_.gather_gb_s = index_bytes_ / gather / 1e6;
-    if (rows > 0) result_.rows_gb_s = row_bytes_ / rows / 1e6;
-    const double moved = (OnHost() ? gather : 0) + rows;
-    result_.non_transfer_share = std::max(0.0, 1 - moved / result_.gpu_ms);
+    // Dense attention reads rows in place: its stage is the transfer.
+    const bool dense = index_ == nullptr;
+    if (!dense && rows > 0) result_.rows_gb_s = row_bytes_ / rows / 1e6;
+    const double moved = dense ? result_.stages[kAttend].gpu_ms : (OnHost() ? gather : 0) + rows;
+    // Both by the graph with events, which adds some 2 % to a step.
+    if (all > 0) result_.non_transfer_share = std::max(0.0, 1 - moved / all);
   }
 
   // Stages as kStepStages has them; those of AttentionStep follow dense.
-  static constexpr int kDense = 0, kGather = 2, kRows = 5, kStages = 7;
+  static constexpr int kDense = 0, kGather = 2, kRows = 5, kAttend = 6, kStages = 7;
 
   const StepBenchOptions options_;
   const StepBenchProgress& progress_;
@@ -459,6 +492,7 @@ StepBenchResult RunStepBench(const StepBenchOptions& options, const StepBenchPro
     throw Error(ErrorCode::kUnsupported,
                 "no CUDA device can be used: " + reason + "; run it on a machine with one");
   }
+  const std::lock_guard<std::mutex> one_at_a_time(TheKept().mutex);
   return Bench(options, progress).Run();
 }
 

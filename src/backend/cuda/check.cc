@@ -36,7 +36,7 @@ void Check(cudaError_t status, const char* call, std::source_location where) {
   if (cudaPeekAtLastError() != cudaSuccess) {
     text += "; the device can no longer be used by this process, start it again";
   } else if (status == cudaErrorMemoryAllocation) {
-    text += "; choose a shorter context, a smaller batch or index placement 'host'";
+    text += "; choose a shorter context, a smaller model or batch, or keep more on the host";
   }
   throw Error(CodeOf(status), text);
 }

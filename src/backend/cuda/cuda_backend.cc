@@ -13,8 +13,10 @@ std::string ProbeCuda() {
     return status == cudaSuccess ? "no CUDA device" : DescribeCudaDevices();
   }
   int major = 0;
-  cuda::Check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0),
-              "cudaDeviceGetAttribute");
+  if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) != cudaSuccess) {
+    cuda::Ignore(cudaGetLastError());
+    return "the device does not say what it can do";
+  }
   if (major < 8) {
     return "compute capability 8.0 or higher is needed, there is: " + DescribeCudaDevices();
   }

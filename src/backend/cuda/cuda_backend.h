@@ -2,7 +2,7 @@
 // The CUDA kernels behind the interface of all backends: arguments lie in host memory, are copied
 // to the device, and results come back before a call returns. Meant for tests against `ref`, for
 // captures and for sessions whose rows and index are the host's; a decode step on the device uses
-// the same kernels without these copies (DecodeStep in decode_step.h).
+// the same kernels without these copies (AttentionStep in device/attention_step.h).
 //
 // One stream, one lock: calls from several threads run one after another.
 #pragma once

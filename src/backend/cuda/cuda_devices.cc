@@ -8,7 +8,11 @@ namespace fathom {
 std::string DescribeCudaDevices() {
   int count = 0;
   const cudaError_t status = cudaGetDeviceCount(&count);
-  if (status != cudaSuccess) return std::string("no CUDA device: ") + cudaGetErrorString(status);
+  if (status != cudaSuccess) {
+    static_cast<void>(cudaGetLastError());
+    return std::string("no CUDA device: ") + cudaGetErrorString(status);
+  }
+  if (count == 0) return "no CUDA device";
   std::string text;
   for (int device = 0; device < count; ++device) {
     cudaDeviceProp properties{};

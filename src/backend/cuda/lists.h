@@ -92,7 +92,7 @@ FATHOM_HD inline std::int32_t SampleTokens(std::int32_t n_blocks, std::int32_t t
 struct Attended {
   std::int32_t* tokens;  // [n_heads][capacity]
   std::uint16_t* mask;   // [n_heads][capacity]
-  std::int32_t* count;   // [n_heads]
+  std::int32_t* count;   // [n_heads]; -1: the step is dense, all tokens are attended
   std::int32_t capacity;
 };
 

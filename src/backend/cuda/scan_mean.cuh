@@ -28,7 +28,7 @@ __device__ inline int LeastTotal(float least, float scale) {
   return t < -kMost ? -(1 << 26) : static_cast<int>(t);
 }
 
-// Launchers of the three kernels. heavy_only: only tables that the filter cannot take.
+// Launchers of the kernels. heavy_only: only tables that the filter cannot take.
 void ScanMeanExact(const MeanScan& scan, bool heavy_only, cudaStream_t stream);
 void FilterMean(const MeanScan& scan, cudaStream_t stream);
 void SampleMean(const MeanScan& scan, cudaStream_t stream);

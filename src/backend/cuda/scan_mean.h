@@ -112,9 +112,10 @@ struct MeanScan {
   // base of every block, as ScanTable has it: samples and candidates read them, FillBases writes
   // them. [n_lists][bases_stride]
   std::int32_t* bases;
-  std::int32_t* next_tile;    // [n_pieces] scratch of the filter, zeroed by FillBases
-  std::int64_t bases_stride;  // even
-  // Instead of scores, for tests: U of every token and base of every block.
+  std::int32_t* next_tile;  // [n_pieces] scratch of the filter, zeroed by FillBases
+  // At least first_block + n_blocks in whole tiles of 16, for every piece: whole tiles are read.
+  std::int64_t bases_stride;
+  // Instead of scores: U of every token and base of every block.
   std::uint8_t* sums;  // [n_lists][sink.stride]
   std::int32_t* base;  // [n_lists][base_stride]
   std::int64_t base_stride;

@@ -18,7 +18,7 @@ namespace {
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * 32;
 constexpr int kBlocksPerSm = 3;  // 168 registers a thread
-constexpr int kLimit = 8192;     // of the least sum; sums are below 2,048
+constexpr int kLimit = 512;      // of U in the least sum; U is below 256
 
 // What the kernel needs of a query head.
 struct HeadInfo {
@@ -72,7 +72,7 @@ __device__ void LoadBases(const MeanScan& s, const Shared& shared, int tile, int
 // rounds up: two at most by a half, four by one, eight by one and a half.
 __device__ int LeastSum(int least, int base, int shift, int low, int n_parts) {
   const int u = (least - base + (1 << shift) - 1) >> shift;  // of U; the shift rounds down
-  const int near = min(max(u, -kLimit / 16), kLimit / 16);
+  const int near = min(max(u, -kLimit), kLimit);
   const int slack = n_parts == 1 ? 0 : n_parts == 2 ? 1 : n_parts == 4 ? 4 : 12;
   return near * n_parts - slack - low;
 }

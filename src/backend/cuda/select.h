@@ -19,7 +19,7 @@
 
 namespace fathom::cuda {
 
-// A limit that about twice `keep` tokens reach: the r-th largest score of a sample,
+// A limit that about 2 * keep + 8 * tile_step tokens reach: the r-th largest score of a sample,
 // r = 2 * ceil(keep / tile_step) + 8, or all of the sample if that is less. -inf where the sample
 // holds fewer than r scores above -inf (NaN is none): then every token but a NaN is a candidate.
 // Lists of dense steps get +inf.

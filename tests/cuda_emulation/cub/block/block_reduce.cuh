@@ -1,0 +1,3 @@
+// SPDX-License-Identifier: MIT
+// Included by src/backend/cuda, and nothing of it used.
+#pragma once

@@ -1,0 +1,299 @@
+// SPDX-License-Identifier: MIT
+// The part of the CUDA runtime that src/backend/cuda and src/device use, on host memory: work on a
+// stream is done when it is asked for, or recorded where the stream is being captured. As on a
+// device, fresh memory holds anything (a pattern), and nothing may be allocated, copied
+// synchronously or waited for during a capture. Every allocation ends at a page that faults, up to
+// the 255 bytes that alignment leaves, which are looked at when it is freed. One thread at a time.
+#include <cuda_runtime_api.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstddef>
+#include <cstring>
+#include <functional>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "backend/cuda/prefill.h"
+#include "cuda_emulation/emulator.h"
+#include "fathom/error.h"
+
+// CUDA declares these and says no more about them.
+struct CUgraph_st {
+  std::vector<std::function<void()>> work;
+};
+struct CUgraphExec_st {
+  std::vector<std::function<void()>> work;
+};
+struct CUstream_st {
+  CUgraph_st* recording = nullptr;
+};
+struct CUevent_st {
+  std::chrono::steady_clock::time_point time;
+};
+
+namespace fathom::emulation {
+namespace {
+
+constexpr std::size_t kPage = 4096;
+constexpr std::size_t kAlignment = 256;  // what cudaMalloc promises
+constexpr unsigned char kPattern = 0xEB;
+constexpr std::size_t kDeviceBytes = std::size_t{1} << 36;
+constexpr int kSharedBytes = 227 * 1024;
+
+struct Allocation {
+  unsigned char* mapped;
+  std::size_t mapped_bytes;
+  std::size_t bytes;  // asked for
+};
+
+std::unordered_map<void*, Allocation> allocations;
+int n_recording = 0;  // streams
+cudaError_t last_error = cudaSuccess;
+
+std::size_t RoundUp(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
+
+cudaError_t Failed(cudaError_t error) {
+  last_error = error;
+  return error;
+}
+
+cudaError_t Allocate(void** p, std::size_t bytes) {
+  if (n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
+  const std::size_t aligned = RoundUp(bytes, kAlignment), usable = RoundUp(aligned, kPage);
+  void* mapped =
+      mmap(nullptr, usable + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return Failed(cudaErrorMemoryAllocation);
+  auto* first = static_cast<unsigned char*>(mapped);
+  mprotect(first + usable, kPage, PROT_NONE);
+  std::memset(first, kPattern, usable);
+  *p = first + (usable - aligned);
+  allocations[*p] = {first, usable + kPage, bytes};
+  return cudaSuccess;
+}
+
+cudaError_t Free(void* p) {
+  if (p == nullptr) return cudaSuccess;
+  const auto found = allocations.find(p);
+  if (found == allocations.end()) return Failed(cudaErrorInvalidValue);
+  const Allocation& a = found->second;
+  const auto* start = static_cast<const unsigned char*>(p);
+  const unsigned char* end = a.mapped + a.mapped_bytes - kPage;
+  const auto is_pattern = [](unsigned char byte) { return byte == kPattern; };
+  if (!std::all_of(start + a.bytes, end, is_pattern) ||
+      !std::all_of(static_cast<const unsigned char*>(a.mapped), start, is_pattern)) {
+    Fail("something wrote beside an allocation of %zu bytes", a.bytes);
+  }
+  munmap(a.mapped, a.mapped_bytes);
+  allocations.erase(found);
+  return cudaSuccess;
+}
+
+void Copy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+            std::size_t width, std::size_t height) {
+  for (std::size_t i = 0; i < height; ++i) {
+    std::memcpy(static_cast<std::byte*>(to) + i * to_pitch,
+                static_cast<const std::byte*>(from) + i * from_pitch, width);
+  }
+}
+
+}  // namespace
+
+void Enqueue(cudaStream_t stream, std::function<void()> work) {
+  if (stream != nullptr && stream->recording != nullptr) {
+    stream->recording->work.push_back(std::move(work));
+  } else {
+    work();
+  }
+}
+
+void SetLastError(cudaError_t error) { last_error = error; }
+
+}  // namespace fathom::emulation
+
+namespace fathom::cuda {
+
+// The kernel stays on the device: translate.py says why.
+void Prefill(const PrefillAttention& /*args*/, cudaStream_t /*stream*/) {
+  throw Error(ErrorCode::kUnsupported, "prefill is not emulated");
+}
+
+}  // namespace fathom::cuda
+
+using fathom::emulation::Enqueue;
+using fathom::emulation::Failed;
+
+extern "C" {
+
+// A kernel that nvcc compiled registers itself by this when the program starts: it would be called
+// instead of the emulated one.
+// NOLINTNEXTLINE(bugprone-reserved-identifier): the name is nvcc's
+void** __cudaRegisterFatBinary(void* /*binary*/) {
+  fathom::emulation::Fail("kernels for a device were linked into this program");
+}
+
+cudaError_t cudaGetLastError() { return std::exchange(fathom::emulation::last_error, cudaSuccess); }
+cudaError_t cudaPeekAtLastError() { return fathom::emulation::last_error; }
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaSuccess ? "no error" : "an error of the emulated device";
+}
+const char* cudaGetErrorName(cudaError_t error) {
+  return error == cudaSuccess ? "cudaSuccess" : "cudaError";
+}
+
+cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 1;
+  return cudaSuccess;
+}
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+cudaError_t cudaSetDevice(int device) {
+  return device == 0 ? cudaSuccess : Failed(cudaErrorInvalidDevice);
+}
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int /*device*/) {
+  switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+    case cudaDevAttrPageableMemoryAccess:
+      *value = 0;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = fathom::emulation::kSharedBytes;
+      return cudaSuccess;
+    case cudaDevAttrMultiProcessorCount:
+      *value = 132;
+      return cudaSuccess;
+    default:
+      fathom::emulation::Fail("device attribute %d is not emulated", static_cast<int>(attribute));
+  }
+}
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int /*device*/) {
+  *properties = {};
+  std::strcpy(properties->name, "emulated");
+  properties->major = 9;
+  properties->totalGlobalMem = fathom::emulation::kDeviceBytes;
+  return cudaSuccess;
+}
+cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
+  *free = *total = fathom::emulation::kDeviceBytes;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void** p, std::size_t bytes) {
+  return fathom::emulation::Allocate(p, bytes);
+}
+cudaError_t cudaFree(void* p) { return fathom::emulation::Free(p); }
+cudaError_t cudaHostRegister(void* /*p*/, std::size_t /*bytes*/, unsigned /*flags*/) {
+  return cudaSuccess;
+}
+cudaError_t cudaHostUnregister(void* /*p*/) { return cudaSuccess; }
+cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned /*flags*/) {
+  *device = host;
+  return cudaSuccess;
+}
+
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind /*kind*/) {
+  if (fathom::emulation::n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
+  std::memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind /*kind*/,
+                            cudaStream_t stream) {
+  Enqueue(stream, [=] { std::memcpy(to, from, bytes); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
+                         std::size_t width, std::size_t height, cudaMemcpyKind /*kind*/) {
+  if (fathom::emulation::n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
+  fathom::emulation::Copy2D(to, to_pitch, from, from_pitch, width, height);
+  return cudaSuccess;
+}
+cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
+                              std::size_t from_pitch, std::size_t width, std::size_t height,
+                              cudaMemcpyKind /*kind*/, cudaStream_t stream) {
+  Enqueue(stream,
+          [=] { fathom::emulation::Copy2D(to, to_pitch, from, from_pitch, width, height); });
+  return cudaSuccess;
+}
+cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  Enqueue(stream, [=] { std::memset(to, value, bytes); });
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) {
+  *stream = new CUstream_st;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  delete stream;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  const bool recording = stream != nullptr && stream->recording != nullptr;
+  return recording ? Failed(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+
+cudaError_t cudaEventCreate(cudaEvent_t* event) {
+  *event = new CUevent_st;
+  return cudaSuccess;
+}
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  delete event;
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  Enqueue(stream, [=] { event->time = std::chrono::steady_clock::now(); });
+  return cudaSuccess;
+}
+cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned /*flags*/) {
+  return cudaEventRecord(event, stream);
+}
+cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  *ms = std::chrono::duration<float, std::milli>(end->time - start->time).count();
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode /*mode*/) {
+  if (stream == nullptr || stream->recording != nullptr) {
+    return Failed(cudaErrorStreamCaptureUnsupported);
+  }
+  stream->recording = new CUgraph_st;
+  ++fathom::emulation::n_recording;
+  return cudaSuccess;
+}
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  if (stream == nullptr || stream->recording == nullptr) return Failed(cudaErrorIllegalState);
+  *graph = std::exchange(stream->recording, nullptr);
+  --fathom::emulation::n_recording;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t* exec, cudaGraph_t graph,
+                                 unsigned long long /*flags*/) {
+  *exec = new CUgraphExec_st{graph->work};
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+  delete graph;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+  delete exec;
+  return cudaSuccess;
+}
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+  for (const auto& work : exec->work) Enqueue(stream, work);
+  return cudaSuccess;
+}
+
+}  // extern "C"

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: MIT
+// The emulated device of tests/cuda_emulation: that it computes what a device would, and that it
+// finds the mistakes it is there for. Everything is compared exactly.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <vector>
+
+#include "cuda_emulation/emulator.h"
+
+namespace fathom {
+namespace {
+
+using emulation::Launch;
+
+constexpr int kThreads = 128;
+constexpr std::size_t kSharedBytes = kThreads * sizeof(int);
+
+template <typename T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(std::size_t n) {
+    void* p = nullptr;
+    EXPECT_EQ(cudaMalloc(&p, n * sizeof(T)), cudaSuccess);
+    data_ = static_cast<T*>(p);
+  }
+  ~DeviceArray() { cudaFree(data_); }
+  DeviceArray(const DeviceArray&) = delete;
+  DeviceArray& operator=(const DeviceArray&) = delete;
+  T* data() const { return data_; }
+
+ private:
+  T* data_ = nullptr;
+};
+
+void RunBlocks(int blocks, const std::function<void()>& kernel) {
+  Launch(nullptr, dim3(static_cast<unsigned>(blocks)), kThreads, kSharedBytes, nullptr, kernel);
+}
+
+int* Shared() { return reinterpret_cast<int*>(emulation::DynamicShared()); }
+
+TEST(CudaEmulation, EveryThreadOfEveryBlockRunsOnce) {
+  std::vector<int> seen(3 * kThreads);
+  RunBlocks(3, [&] { ++seen[blockIdx.x * blockDim.x + threadIdx.x]; });
+  EXPECT_EQ(seen, std::vector<int>(3 * kThreads, 1));
+}
+
+TEST(CudaEmulation, Lanes) {
+  RunBlocks(1, [] {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    EXPECT_EQ(__shfl_xor_sync(~0u, lane, 5), lane ^ 5);
+    EXPECT_EQ(__shfl_up_sync(~0u, lane, 2), lane < 2 ? lane : lane - 2);
+    EXPECT_EQ(__shfl_down_sync(~0u, lane, 2), lane > 29 ? lane : lane + 2);
+    EXPECT_EQ(__shfl_sync(~0u, lane, 7), 7);
+    EXPECT_EQ(__ballot_sync(~0u, lane % 2), 0xAAAAAAAAu);
+    EXPECT_EQ(__reduce_add_sync(~0u, lane), 31 * 16);
+    EXPECT_EQ(__match_any_sync(~0u, lane / 16), lane < 16 ? 0xFFFFu : 0xFFFF0000u);
+  });
+}
+
+// Threads that have left are not waited for.
+TEST(CudaEmulation, BarrierOfThoseThatAreLeft) {
+  int count = 0;
+  RunBlocks(1, [&] {
+    if (threadIdx.x >= 100) return;
+    const int votes = __syncthreads_count(threadIdx.x % 4 == 0);
+    if (threadIdx.x == 0) count = votes;
+  });
+  EXPECT_EQ(count, 25);
+}
+
+int ReadNeighbours(bool wait) {
+  int wrong = 0;
+  RunBlocks(100, [&] {
+    Shared()[threadIdx.x] = static_cast<int>(threadIdx.x);
+    if (wait) __syncthreads();
+    const unsigned other = (threadIdx.x + kThreads / 2) % kThreads;
+    if (Shared()[other] != static_cast<int>(other)) ++wrong;
+  });
+  return wrong;
+}
+
+TEST(CudaEmulation, AMissingBarrierIsSeen) {
+  EXPECT_EQ(ReadNeighbours(true), 0);
+  EXPECT_GT(ReadNeighbours(false), 0);
+}
+
+TEST(CudaEmulation, BytesOfAMatrixProduct) {
+  // Row r of a is r + 1 in all columns, column c of b is c - 3: sums are 32 (r + 1) (c - 3) + 1.
+  RunBlocks(1, [] {
+    const int g = emulation::Lane() / 4, t = emulation::Lane() % 4;
+    const std::uint32_t low = 0x01010101u * static_cast<std::uint32_t>(g + 1);
+    const std::uint32_t high = 0x01010101u * static_cast<std::uint32_t>(g + 9);
+    const std::uint32_t b = 0x01010101u * static_cast<std::uint8_t>(g - 3);
+    std::array<int, 4> d{};
+    emulation::MmaBytes(false, {&d[0], &d[1], &d[2], &d[3]}, {low, high, low, high}, {b, b},
+                        {1, 1, 1, 1});
+    for (int i = 0; i < 4; ++i) {
+      const int row = g + i / 2 * 8, column = 2 * t + i % 2;
+      EXPECT_EQ(d[static_cast<std::size_t>(i)], 32 * (row + 1) * (column - 3) + 1);
+    }
+  });
+}
+
+TEST(CudaEmulation, BadLaunchesAreErrors) {
+  const auto nothing = [] {};
+  Launch(nullptr, dim3(0), kThreads, 0, nullptr, nothing);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  Launch(nullptr, dim3(1), 2048, 0, nullptr, nothing);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);
+  // More shared memory than 48 KB has to be asked for.
+  static const int kKernel = 0;
+  Launch(&kKernel, dim3(1), kThreads, 49 * 1024, nullptr, nothing);
+  EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidValue);
+  const cudaFuncAttribute bytes = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  EXPECT_EQ(emulation::SetKernelAttribute(&kKernel, bytes, 49 * 1024), cudaSuccess);
+  Launch(&kKernel, dim3(1), kThreads, 49 * 1024, nullptr, nothing);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+}
+
+TEST(CudaEmulation, ACaptureRecords) {
+  cudaStream_t stream = nullptr;
+  cudaGraph_t graph = nullptr;
+  cudaGraphExec_t exec = nullptr;
+  int runs = 0;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+  Launch(nullptr, dim3(1), 32, 0, stream, [&] { runs += threadIdx.x == 0 ? 1 : 0; });
+  void* p = nullptr;
+  EXPECT_EQ(cudaMalloc(&p, 1), cudaErrorStreamCaptureUnsupported);
+  EXPECT_EQ(cudaStreamSynchronize(stream), cudaErrorStreamCaptureUnsupported);
+  ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+  ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+  cudaGraphDestroy(graph);
+  EXPECT_EQ(runs, 0);
+  for (int i = 0; i < 2; ++i) ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+  EXPECT_EQ(runs, 2);
+  cudaGraphExecDestroy(exec);
+  cudaStreamDestroy(stream);
+  cudaGetLastError();
+}
+
+TEST(CudaEmulationDeathTest, LanesThatAreMissing) {
+  const auto kernel = [] {
+    if (threadIdx.x % 32 < 16) __syncwarp();
+  };
+  EXPECT_DEATH(RunBlocks(1, kernel), "deadlock in block");
+}
+
+TEST(CudaEmulationDeathTest, BeyondTheEndOfMemory) {
+  const DeviceArray<int> array(64);  // 256 bytes: the next page begins behind them
+  EXPECT_DEATH(RunBlocks(1, [&] { array.data()[64] = 1; }), "");
+  EXPECT_DEATH(RunBlocks(1, [&] { Shared()[kThreads] = 1; }), "");
+  EXPECT_DEATH(
+      {
+        const DeviceArray<int> small(63);
+        RunBlocks(1, [&] { small.data()[63] = 1; });
+      },
+      "beside an allocation of 252 bytes");
+}
+
+TEST(CudaEmulationDeathTest, MisalignedLoads) {
+  const DeviceArray<float> array(64);
+  const auto kernel = [&] { __ldg(reinterpret_cast<const float4*>(array.data() + 1)); };
+  EXPECT_DEATH(RunBlocks(1, kernel), "misaligned");
+}
+
+}  // namespace
+}  // namespace fathom
