@@ -21,7 +21,7 @@ constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-// host: [n].
+// host: [n]. Pageable memory is staged before the copy returns, so that it may be a local.
 template <typename T>
 void Upload(T* device, const T* host, std::size_t n, cudaStream_t stream) {
   if (n == 0) return;
