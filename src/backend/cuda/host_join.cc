@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "backend/cuda/host_copy.h"
 #include "backend/cuda/select.h"
 
 namespace fathom::cuda {
@@ -12,17 +13,9 @@ namespace {
 template <typename T>
 std::vector<T> ToHost(const T* device, std::size_t n, cudaStream_t stream) {
   std::vector<T> host(n);
-  Check(cudaMemcpyAsync(host.data(), device, n * sizeof(T), cudaMemcpyDeviceToHost, stream),
-        "cudaMemcpyAsync to the host");
+  CopyToHost(host.data(), device, n, stream);
   Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   return host;
-}
-
-template <typename T>
-DeviceBuffer<T> Zeros(std::size_t n, cudaStream_t stream) {
-  DeviceBuffer<T> zeros(n);
-  Check(cudaMemsetAsync(zeros.data(), 0, n * sizeof(T), stream), "cudaMemsetAsync");
-  return zeros;
 }
 
 }  // namespace
@@ -37,9 +30,7 @@ HostSelection::HostSelection(const Lengths& lengths, std::int32_t group, std::in
       winners_(static_cast<std::size_t>(n_lists_) * static_cast<std::size_t>(lengths.keep)),
       kth_key_(static_cast<std::size_t>(n_lists_)),
       cut_(static_cast<std::size_t>(n_lists_)) {
-  Check(cudaMemcpyAsync(device_lengths_.data(), &lengths_, sizeof(Lengths), cudaMemcpyHostToDevice,
-                        stream_),
-        "cudaMemcpyAsync to the device");
+  CopyToDevice(device_lengths_.data(), &lengths_, 1, stream_);
 }
 
 void HostSelection::Select(const float* scores, std::int64_t stride) {

@@ -7,30 +7,13 @@
 #include <vector>
 
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/host_copy.h"
 #include "backend/cuda/scan_labels.h"
 #include "backend/cuda/score_rows.h"
 #include "store/layout.h"
 
 namespace fathom {
 namespace {
-
-template <typename T>
-cuda::DeviceBuffer<T> Upload(const std::vector<T>& host, cudaStream_t stream) {
-  cuda::DeviceBuffer<T> device(host.size());
-  if (!host.empty()) {
-    cuda::Check(cudaMemcpyAsync(device.data(), host.data(), host.size() * sizeof(T),
-                                cudaMemcpyHostToDevice, stream),
-                "cudaMemcpyAsync to the device");
-  }
-  return device;
-}
-
-void Download(float* host, const float* device, std::int64_t n, cudaStream_t stream) {
-  if (n == 0) return;
-  cuda::Check(cudaMemcpyAsync(host, device, static_cast<std::size_t>(n) * sizeof(float),
-                              cudaMemcpyDeviceToHost, stream),
-              "cudaMemcpyAsync from the device");
-}
 
 // Heads that read equally many channels, laid out for one scan.
 class LabelUpload {
@@ -42,15 +25,15 @@ class LabelUpload {
 
   void Scan(cudaStream_t stream) {
     if (pieces_.empty()) return;
-    const auto codes = Upload(codes_, stream);
-    const auto scales = Upload(scales_, stream);
+    const auto codes = cuda::OnDevice(codes_, stream);
+    const auto scales = cuda::OnDevice(scales_, stream);
     for (std::size_t i = 0; i < pieces_.size(); ++i) {
       pieces_[i].codes = codes.data() + codes_at_[i];
       pieces_[i].scales = scales.data() + scales_at_[i];
     }
-    const auto pieces = Upload(pieces_, stream);
-    const auto channels = Upload(channels_, stream);
-    const auto q = Upload(q_, stream);
+    const auto pieces = cuda::OnDevice(pieces_, stream);
+    const auto channels = cuda::OnDevice(channels_, stream);
+    const auto q = cuda::OnDevice(q_, stream);
     const std::int64_t stride = (max_tokens_ + 3) / 4 * 4;
     const auto lists = static_cast<std::int64_t>(heads_.size()) * args_.group;
     const cuda::DeviceBuffer<float> scores(static_cast<std::size_t>(lists * stride));
@@ -70,8 +53,8 @@ class LabelUpload {
     for (std::size_t i = 0; i < heads_.size(); ++i) {
       for (std::int32_t h = 0; h < args_.group; ++h) {
         const std::int64_t list = static_cast<std::int64_t>(i) * args_.group + h;
-        Download(heads_[i].scores + h * heads_[i].stride, scores.data() + list * stride,
-                 n_tokens_[i], stream);
+        cuda::CopyToHost(heads_[i].scores + h * heads_[i].stride, scores.data() + list * stride,
+                         static_cast<std::size_t>(n_tokens_[i]), stream);
       }
     }
     cuda::Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
@@ -191,10 +174,10 @@ void CudaBackend::Score(const ScoreArgs& a) const {
     host_rows.push_back(to);
     host_q.insert(host_q.end(), head.q, head.q + group * dim);
   }
-  const auto rows = Upload(host_rows, stream);
-  const auto q = Upload(host_q, stream);
+  const auto rows = cuda::OnDevice(host_rows, stream);
+  const auto q = cuda::OnDevice(host_q, stream);
   const std::vector<std::int32_t> host_n(n_heads, static_cast<std::int32_t>(n));
-  const auto n_keys = Upload(host_n, stream);
+  const auto n_keys = cuda::OnDevice(host_n, stream);
   const cuda::DeviceBuffer<float> scores(n_heads * group * n);
   cuda::ScoreRows({a.head_dim,
                    a.group,
@@ -210,8 +193,8 @@ void CudaBackend::Score(const ScoreArgs& a) const {
                   stream);
   for (std::size_t i = 0; i < n_heads; ++i) {
     for (std::size_t h = 0; h < group; ++h) {
-      Download(a.heads[i].scores + static_cast<std::int64_t>(h) * a.heads[i].stride,
-               scores.data() + (i * group + h) * n, a.n_tokens, stream);
+      cuda::CopyToHost(a.heads[i].scores + static_cast<std::int64_t>(h) * a.heads[i].stride,
+                       scores.data() + (i * group + h) * n, n, stream);
     }
   }
   stream_.Wait();

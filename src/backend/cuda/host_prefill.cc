@@ -5,18 +5,10 @@
 #include <vector>
 
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/host_copy.h"
 #include "backend/cuda/prefill.h"
 
 namespace fathom {
-namespace {
-
-// Through the backend's own stream, which does not wait for the default one.
-template <typename T>
-void Copy(T* to, const T* from, std::size_t n, cudaMemcpyKind kind, cudaStream_t stream) {
-  cuda::Check(cudaMemcpyAsync(to, from, n * sizeof(T), kind, stream), "cudaMemcpyAsync");
-}
-
-}  // namespace
 
 void CudaBackend::Prefill(const PrefillArgs& a) const {
   const HeadGeometry& g = a.geometry;
@@ -32,18 +24,16 @@ void CudaBackend::Prefill(const PrefillArgs& a) const {
                         static_cast<std::size_t>(g.n_heads) * static_cast<std::size_t>(g.head_dim);
   const cuda::DeviceBuffer<Half> rows(rows_of_head * a.rows.size());
   const cuda::DeviceBuffer<float> q(n), out(n);
-  const cuda::DeviceBuffer<const Half*> rows_of(a.rows.size());
   std::vector<const Half*> pointers;
   for (std::size_t h = 0; h < a.rows.size(); ++h) {
     Half* to = rows.data() + h * rows_of_head;
-    Copy(to, a.rows[h], rows_of_head, cudaMemcpyHostToDevice, stream);
+    cuda::CopyToDevice(to, a.rows[h], rows_of_head, stream);
     pointers.push_back(to);
   }
-  Copy(rows_of.data(), static_cast<const Half* const*>(pointers.data()), pointers.size(),
-       cudaMemcpyHostToDevice, stream);
-  Copy(q.data(), a.q, n, cudaMemcpyHostToDevice, stream);
+  const auto rows_of = cuda::OnDevice(pointers, stream);
+  cuda::CopyToDevice(q.data(), a.q, n, stream);
   cuda::Prefill({g, a.scale, a.first, a.n_queries, q.data(), rows_of.data(), out.data()}, stream);
-  Copy(a.out, static_cast<const float*>(out.data()), n, cudaMemcpyDeviceToHost, stream);
+  cuda::CopyToHost(a.out, out.data(), n, stream);
   stream_.Wait();
 }
 

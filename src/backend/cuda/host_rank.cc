@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/host_copy.h"
 #include "backend/cuda/host_join.h"
 #include "backend/cuda/host_scan.h"
 #include "backend/cuda/rest.h"
@@ -15,8 +16,8 @@ namespace {
 void RestToHost(const RankArgs& args, const cuda::HostSelection& selection, const float* scores,
                 std::int64_t stride, std::int32_t n_blocks, const cuda::Stream& stream) {
   const auto n_lists = static_cast<std::size_t>(selection.n_lists());
-  const auto row = static_cast<std::size_t>(n_blocks) * sizeof(float);
-  const cuda::DeviceBuffer<float> rest(n_lists * static_cast<std::size_t>(n_blocks));
+  const auto row = static_cast<std::size_t>(n_blocks);
+  const cuda::DeviceBuffer<float> rest(n_lists * row);
   const cuda::DeviceBuffer<float> cut(n_lists);
   const cuda::RestOfScores sum = {.scores = scores,
                                   .stride = stride,
@@ -35,16 +36,12 @@ void RestToHost(const RankArgs& args, const cuda::HostSelection& selection, cons
   for (std::size_t k = 0; k < args.heads.size(); ++k) {
     const RankHead& head = args.heads[k];
     const auto group = static_cast<std::size_t>(args.group);
-    const float* from = rest.data() + k * group * static_cast<std::size_t>(n_blocks);
+    const float* from = rest.data() + k * group * row;
     for (std::size_t h = 0; h < group; ++h) {
-      cuda::Check(cudaMemcpyAsync(head.rest + static_cast<std::int64_t>(h) * head.rest_stride,
-                                  from + h * static_cast<std::size_t>(n_blocks), row,
-                                  cudaMemcpyDeviceToHost, stream.get()),
-                  "cudaMemcpyAsync to the host");
+      cuda::CopyToHost(head.rest + static_cast<std::int64_t>(h) * head.rest_stride, from + h * row,
+                       row, stream.get());
     }
-    cuda::Check(cudaMemcpyAsync(head.cut, cut.data() + k * group, group * sizeof(float),
-                                cudaMemcpyDeviceToHost, stream.get()),
-                "cudaMemcpyAsync to the host");
+    cuda::CopyToHost(head.cut, cut.data() + k * group, group, stream.get());
   }
   stream.Wait();
 }

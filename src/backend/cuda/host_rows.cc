@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Attend and Weigh with arguments in host memory. Copies go through the backend's own stream, which
-// does not wait for the default one.
+// Attend and Weigh with arguments in host memory.
 #include <algorithm>
 #include <cassert>
 #include <cstdint>
@@ -10,42 +9,21 @@
 
 #include "backend/cuda/attend.h"
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/host_copy.h"
 #include "backend/cuda/weigh.h"
 
 namespace fathom {
 namespace {
 
+using cuda::CopyToDevice;
+using cuda::CopyToHost;
 using cuda::DeviceBuffer;
+using cuda::OnDevice;
+using cuda::Zeros;
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-// host: [n]. Pageable memory is staged before the copy returns, so that it may be a local.
-template <typename T>
-void Upload(T* device, const T* host, std::size_t n, cudaStream_t stream) {
-  if (n == 0) return;
-  cuda::Check(cudaMemcpyAsync(device, host, n * sizeof(T), cudaMemcpyHostToDevice, stream),
-              "cudaMemcpyAsync to the device");
-}
-template <typename T>
-DeviceBuffer<T> Uploaded(const std::vector<T>& host, cudaStream_t stream) {
-  DeviceBuffer<T> buffer(host.size());
-  Upload(buffer.data(), host.data(), host.size(), stream);
-  return buffer;
-}
-template <typename T>
-void Download(T* host, const T* device, std::size_t n, cudaStream_t stream) {
-  if (n == 0) return;
-  cuda::Check(cudaMemcpyAsync(host, device, n * sizeof(T), cudaMemcpyDeviceToHost, stream),
-              "cudaMemcpyAsync from the device");
-}
-template <typename T>
-void Zero(const DeviceBuffer<T>& buffer, cudaStream_t stream) {
-  if (buffer.size() == 0) return;
-  cuda::Check(cudaMemsetAsync(buffer.data(), 0, buffer.size() * sizeof(T), stream),
-              "cudaMemsetAsync");
-}
 
 // --- attend -------------------------------------------------------------------------------------
 
@@ -63,14 +41,14 @@ struct AttendInput {
 void UploadRows(const AttendArgs& a, const AttendHead& head, Half* rows, cudaStream_t stream) {
   const std::size_t row = 2 * Size(a.head_dim);
   if (head.tokens == nullptr) {
-    Upload(rows, head.rows, Size(head.n_attended) * row, stream);
+    CopyToDevice(rows, head.rows, Size(head.n_attended) * row, stream);
     return;
   }
   std::vector<Half> listed(Size(head.n_attended) * row);
   for (std::size_t i = 0; i < Size(head.n_attended); ++i) {
     std::copy_n(head.rows + Size(head.tokens[i]) * row, row, listed.data() + i * row);
   }
-  Upload(rows, listed.data(), listed.size(), stream);
+  CopyToDevice(rows, listed.data(), listed.size(), stream);
 }
 
 AttendInput UploadAttend(const AttendArgs& a, cudaStream_t stream) {
@@ -90,14 +68,14 @@ AttendInput UploadAttend(const AttendArgs& a, cudaStream_t stream) {
   for (std::size_t h = 0; h < n_heads; ++h) {
     const AttendHead& head = a.heads[h];
     UploadRows(a, head, in.rows.data() + h * capacity * 2 * Size(a.head_dim), stream);
-    Upload(in.q.data() + h * queries, head.q, queries, stream);
+    CopyToDevice(in.q.data() + h * queries, head.q, queries, stream);
     if (head.tokens != nullptr) {
       std::copy_n(head.mask, Size(head.n_attended), mask.data() + h * capacity);
     }
     count.push_back(static_cast<std::int32_t>(head.n_attended));
   }
-  in.mask = Uploaded(mask, stream);
-  in.count = Uploaded(count, stream);
+  in.mask = OnDevice(mask, stream);
+  in.count = OnDevice(count, stream);
   return in;
 }
 
@@ -111,18 +89,18 @@ DeviceBuffer<float> Limits(const AttendArgs& a, const AttendInput& in, cudaStrea
                        stream);
   for (std::size_t h = 0; h < a.heads.size(); ++h) {
     if (a.heads[h].tokens != nullptr) continue;
-    Upload(limit.data() + h * none.size(), none.data(), none.size(), stream);
+    CopyToDevice(limit.data() + h * none.size(), none.data(), none.size(), stream);
   }
   return limit;
 }
 
 // [n_heads][D], zeros for heads that have none.
 DeviceBuffer<float> MeanValues(const AttendArgs& a, cudaStream_t stream) {
-  DeviceBuffer<float> mean(a.heads.size() * Size(a.head_dim));
-  Zero(mean, stream);
+  DeviceBuffer<float> mean = Zeros<float>(a.heads.size() * Size(a.head_dim), stream);
   for (std::size_t h = 0; h < a.heads.size(); ++h) {
     if (a.heads[h].mean_value == nullptr) continue;
-    Upload(mean.data() + h * Size(a.head_dim), a.heads[h].mean_value, Size(a.head_dim), stream);
+    CopyToDevice(mean.data() + h * Size(a.head_dim), a.heads[h].mean_value, Size(a.head_dim),
+                 stream);
   }
   return mean;
 }
@@ -149,18 +127,18 @@ WeighInput UploadWeigh(const WeighArgs& a, cudaStream_t stream) {
   std::vector<float> least(n_heads * Size(a.group), kInfinity);
   for (std::size_t h = 0; h < n_heads; ++h) {
     const WeighHead& head = a.heads[h];
-    Upload(in.mean.data() + h * Size(a.head_dim), head.mean, Size(a.head_dim), stream);
-    if (masses > 0) Upload(in.mass.data() + h * masses, head.mass, masses, stream);
+    CopyToDevice(in.mean.data() + h * Size(a.head_dim), head.mean, Size(a.head_dim), stream);
+    if (masses > 0) CopyToDevice(in.mass.data() + h * masses, head.mass, masses, stream);
     means_of.push_back(nullptr);
     if (head.means == nullptr || means == 0) continue;
     means_of.back() = in.means.data() + h * means;
-    Upload(in.means.data() + h * means, head.means, means, stream);
+    CopyToDevice(in.means.data() + h * means, head.means, means, stream);
     std::copy_n(head.least, Size(a.group), least.data() + h * Size(a.group));
   }
-  in.means_of = Uploaded(means_of, stream);
-  in.least = Uploaded(least, stream);
+  in.means_of = OnDevice(means_of, stream);
+  in.least = OnDevice(least, stream);
   in.lengths =
-      Uploaded<cuda::Lengths>({{0, static_cast<std::int32_t>(a.n_blocks), 0, 0, 0}}, stream);
+      OnDevice<cuda::Lengths>({{0, static_cast<std::int32_t>(a.n_blocks), 0, 0, 0}}, stream);
   return in;
 }
 
@@ -170,11 +148,11 @@ void CopyResults(const AttendArgs& a, const DeviceBuffer<float>& out,
                  cudaStream_t stream) {
   const std::size_t dim = Size(a.head_dim);
   std::vector<std::int32_t> read(a.heads.size());
-  Download(read.data(), n_values.data(), read.size(), stream);
+  CopyToHost(read.data(), n_values.data(), read.size(), stream);
   for (std::size_t h = 0; h < a.heads.size(); ++h) {
     const std::size_t first = h * Size(a.group);
-    Download(a.heads[h].out, out.data() + first * dim, Size(a.group) * dim, stream);
-    Download(a.heads[h].lse, lse.data() + first, Size(a.group), stream);
+    CopyToHost(a.heads[h].out, out.data() + first * dim, Size(a.group) * dim, stream);
+    CopyToHost(a.heads[h].lse, lse.data() + first, Size(a.group), stream);
   }
   cuda::Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   const bool lazy = a.least_weight > 0;
@@ -206,8 +184,7 @@ void CudaBackend::Attend(const AttendArgs& a) const {
   const DeviceBuffer<float> part_out(n_lists * Size(n_splits) * dim), out(n_lists * dim),
       lse(n_lists);
   const DeviceBuffer<cuda::PartState> part(n_lists * Size(n_splits));
-  const DeviceBuffer<std::int32_t> n_values(a.heads.size());
-  Zero(n_values, stream);
+  const auto n_values = Zeros<std::int32_t>(a.heads.size(), stream);
   cuda::Attend({a.head_dim,
                 a.group,
                 n_heads,
@@ -252,8 +229,7 @@ void CudaBackend::Weigh(const WeighArgs& a) const {
   const std::int32_t n_splits = cuda::WeighSplits(n_heads, a.n_blocks);
   const DeviceBuffer<float> part_out(n_lists * Size(n_splits) * dim),
       part_other(n_lists * Size(n_splits)), out(n_lists * dim);
-  const DeviceBuffer<std::int32_t> n_read(a.heads.size());
-  Zero(n_read, stream);
+  const auto n_read = Zeros<std::int32_t>(a.heads.size(), stream);
   // One sequence: all heads have the same blocks.
   cuda::Weigh({a.head_dim,
                a.group,
@@ -273,9 +249,9 @@ void CudaBackend::Weigh(const WeighArgs& a) const {
                out.data()},
               stream);
   std::vector<std::int32_t> read(a.heads.size());
-  Download(read.data(), n_read.data(), read.size(), stream);
+  CopyToHost(read.data(), n_read.data(), read.size(), stream);
   for (std::size_t h = 0; h < a.heads.size(); ++h) {
-    Download(a.heads[h].out, out.data() + h * Size(a.group) * dim, Size(a.group) * dim, stream);
+    CopyToHost(a.heads[h].out, out.data() + h * Size(a.group) * dim, Size(a.group) * dim, stream);
   }
   stream_.Wait();
   for (std::size_t h = 0; h < a.heads.size(); ++h) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "backend/cuda/cuda_backend.h"
+#include "backend/cuda/host_copy.h"
 #include "backend/cuda/host_join.h"
 #include "backend/cuda/select.h"
 
@@ -78,11 +79,9 @@ void CudaBackend::Select(const SelectArgs& args) const {
   selection.Select(scores.data(), stride);
   const std::int64_t per_head = args.group * args.keep;
   for (std::size_t k = 0; k < args.heads.size(); ++k) {
-    cuda::Check(cudaMemcpyAsync(args.heads[k].winners,
-                                selection.winners() + static_cast<std::int64_t>(k) * per_head,
-                                static_cast<std::size_t>(per_head) * sizeof(std::int32_t),
-                                cudaMemcpyDeviceToHost, stream_.get()),
-                "cudaMemcpyAsync to the host");
+    cuda::CopyToHost(args.heads[k].winners,
+                     selection.winners() + static_cast<std::int64_t>(k) * per_head,
+                     static_cast<std::size_t>(per_head), stream_.get());
   }
   selection.Join(out);  // waits
   for (const SelectHead& head : args.heads) {
@@ -104,9 +103,7 @@ void CudaBackend::Mass(const MassArgs& args) const {
   const cuda::DeviceBuffer<float> mass(static_cast<std::size_t>(n_lists * args.n_blocks));
   const cuda::DeviceBuffer<cuda::Lengths> lengths(1);
   const cuda::Lengths host_lengths = {static_cast<std::int32_t>(n_tokens), n_blocks, 0, 0, 0};
-  cuda::Check(cudaMemcpyAsync(lengths.data(), &host_lengths, sizeof(host_lengths),
-                              cudaMemcpyHostToDevice, stream_.get()),
-              "cudaMemcpyAsync to the device");
+  cuda::CopyToDevice(lengths.data(), &host_lengths, 1, stream_.get());
   for (std::int64_t k = 0; k < n_heads; ++k) {
     const MassHead& head = args.heads[static_cast<std::size_t>(k)];
     HideListed(args, head);
@@ -130,11 +127,8 @@ void CudaBackend::Mass(const MassArgs& args) const {
   cuda::Mass(masses, stream_.get());
   const std::int64_t per_head = args.group * args.n_blocks;
   for (std::int64_t k = 0; k < n_heads; ++k) {
-    cuda::Check(
-        cudaMemcpyAsync(args.heads[static_cast<std::size_t>(k)].mass, mass.data() + k * per_head,
-                        static_cast<std::size_t>(per_head) * sizeof(float), cudaMemcpyDeviceToHost,
-                        stream_.get()),
-        "cudaMemcpyAsync to the host");
+    cuda::CopyToHost(args.heads[static_cast<std::size_t>(k)].mass, mass.data() + k * per_head,
+                     static_cast<std::size_t>(per_head), stream_.get());
   }
   stream_.Wait();
 }

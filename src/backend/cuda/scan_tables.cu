@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "backend/cuda/host_copy.h"
 #include "backend/cuda/prepare_tables.cuh"
 #include "backend/cuda/scan_mean.h"
 
@@ -19,14 +20,6 @@ __global__ void __launch_bounds__(kThreads) PrepareKernel(MeanTables t) {
                          {t.head[table].n_planes, t.head[table].n_channels,
                           t.weight + row * kPlanes, t.mean_weight + row},
                          &scratch);
-}
-
-template <typename T>
-void CopyIn(T* device, const std::vector<T>& host, cudaStream_t stream) {
-  if (host.empty()) return;
-  Check(
-      cudaMemcpyAsync(device, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice, stream),
-      "cudaMemcpyAsync");
 }
 
 MeanTableHead HeadOf(const ScanTable& table, std::int32_t group) {
@@ -95,12 +88,11 @@ void MeanTableSet::Upload(std::span<const ScanTable* const> tables, cudaStream_t
     std::ranges::transform(t.channel, channel.data() + i * dim, narrow);
     std::ranges::copy(t.mean_weight, mean_weight.data() + i * dim * g);
   }
-  CopyIn(view_.head, head, stream);
-  CopyIn(view_.plane, plane, stream);
-  CopyIn(view_.weight, weight, stream);
-  CopyIn(view_.channel, channel, stream);
-  CopyIn(view_.mean_weight, mean_weight, stream);
-  Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");  // the vectors go
+  CopyToDevice(view_.head, head.data(), head.size(), stream);
+  CopyToDevice(view_.plane, plane.data(), plane.size(), stream);
+  CopyToDevice(view_.weight, weight.data(), weight.size(), stream);
+  CopyToDevice(view_.channel, channel.data(), channel.size(), stream);
+  CopyToDevice(view_.mean_weight, mean_weight.data(), mean_weight.size(), stream);
   PrepareTables(view_, stream);
 }
 
