@@ -294,6 +294,8 @@ TEST_F(CudaStep, LabelsByToken) {
     ExpectLabels({Kind::kHeavyTailed, {20000}, 80, 16, 512, on_host}, LabelLayout::kTokens, 4, 80);
     ExpectLabels({Kind::kNormal, {1100}, 256, 1, 512, on_host}, LabelLayout::kTokens, 2, 256);
   }
+  // More equal scores than there is room for.
+  ExpectLabels({Kind::kConstant, {20000}, 64, 4, 128}, LabelLayout::kTokens, 4, 32);
 }
 
 TEST_F(CudaStep, LabelsByChannel) {
@@ -303,6 +305,7 @@ TEST_F(CudaStep, LabelsByChannel) {
                  16);
     ExpectLabels({Kind::kSmooth, {1100}, 256, 2, 512, on_host}, LabelLayout::kChannels, 4, 64);
   }
+  ExpectLabels({Kind::kConstant, {20000}, 64, 4, 128}, LabelLayout::kChannels, 4, 32);
 }
 
 // --- keys ---------------------------------------------------------------------------------------
@@ -364,6 +367,7 @@ TEST_F(CudaStep, ExactKeysAndChunks) {
       ExpectKeys({Kind::kNormal, {1100}, 256, 1, 512, on_host}, chunk);
     }
   }
+  ExpectKeys({Kind::kConstant, {20000}, 64, 4, 128}, 1);
 }
 
 // --- pack ---------------------------------------------------------------------------------------
