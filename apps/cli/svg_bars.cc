@@ -8,12 +8,18 @@
 #include <iterator>
 
 #include "common.h"
+#include "svg_elements.h"
 #include "svg_labels.h"
-#include "svg_plot.h"
 #include "table.h"
 
 namespace fathom::cli {
 namespace {
+
+using svg::Attr;
+using svg::Drawable;
+using svg::kGrid;
+using svg::kInk;
+using svg::kSoftInk;
 
 // Pixels.
 constexpr double kMargin = 24;
@@ -32,14 +38,9 @@ constexpr double kLegendGap = 20;
 constexpr double kSize = 12;
 constexpr double kWidth = 2 * kMargin + kNameWidth + kPlotWidth + kNoteWidth;
 
-constexpr const char* kInk = "#222222";
-constexpr const char* kSoftInk = "#5f5f5f";
-constexpr const char* kGrid = "#e4e4e4";
 // Okabe and Ito's palette with a grey for the last, which is what is left.
 constexpr std::array kColours = {"#56b4e9", "#f0e442", "#0072b2", "#d55e00",
                                  "#cc79a7", "#009e73", "#e69f00", "#9a9a9a"};
-
-bool Drawable(double value) { return value > 0 && std::isfinite(value); }
 
 double Total(const StackedBar& bar) {
   double total = 0;
@@ -80,36 +81,19 @@ class Svg {
  public:
   void Text(double x, double y, const std::string& text, const char* anchor, double size,
             const char* colour, const char* weight = "400") {
-    svg_ += "<text" + Attr("x", x) + Attr("y", y) + Attr("text-anchor", anchor) +
-            Attr("font-size", size) + Attr("fill", colour) + Attr("font-weight", weight) + ">" +
-            XmlEscape(text) + "</text>\n";
+    elements_ += svg::Text(x, y, text, anchor, size, colour, Attr("font-weight", weight));
   }
   void Box(double x, double y, double width, double height, const char* colour) {
-    svg_ += "<rect" + Attr("x", x) + Attr("y", y) + Attr("width", width) + Attr("height", height) +
-            Attr("fill", colour) + "/>\n";
+    elements_ += "<rect" + Attr("x", x) + Attr("y", y) + Attr("width", width) +
+                 Attr("height", height) + Attr("fill", colour) + "/>\n";
   }
   void Line(double x0, double y0, double x1, double y1, const char* colour, double width) {
-    svg_ += "<line" + Attr("x1", x0) + Attr("y1", y0) + Attr("x2", x1) + Attr("y2", y1) +
-            Attr("stroke", colour) + Attr("stroke-width", width) + "/>\n";
+    elements_ += svg::Line(x0, y0, x1, y1, colour, width);
   }
-  // The document around all of it.
-  std::string Finish(const std::string& title, double height) const {
-    return "<svg xmlns=\"http://www.w3.org/2000/svg\"" + Attr("width", kWidth) +
-           Attr("height", height) +
-           Attr("viewBox", "0 0 " + Number(kWidth) + " " + Number(height)) + Attr("role", "img") +
-           Attr("font-family", "Helvetica, Arial, 'DejaVu Sans', sans-serif") + ">\n<title>" +
-           XmlEscape(title) + "</title>\n<rect" + Attr("width", kWidth) + Attr("height", height) +
-           Attr("fill", "#ffffff") + "/>\n" + svg_ + "</svg>\n";
-  }
+  const std::string& elements() const { return elements_; }
 
  private:
-  static std::string Number(double value) { return Plain(std::round(value * 100) / 100); }
-  static std::string Attr(const char* name, const std::string& value) {
-    return std::string(" ") + name + "=\"" + value + "\"";
-  }
-  static std::string Attr(const char* name, double value) { return Attr(name, Number(value)); }
-
-  std::string svg_;
+  std::string elements_;
 };
 
 void DrawBar(const StackedBar& bar, double scale, double top, Svg* svg) {
@@ -186,7 +170,7 @@ std::string RenderBars(const BarFigure& figure) {
            kInk, "700");
   double y = DrawLegend(figure.parts, kMargin + kTitleHeight, &svg);
   for (const BarPanel& panel : figure.panels) y = DrawPanel(panel, figure.x_label, y, &svg);
-  return svg.Finish(figure.title, y);
+  return svg::Document(figure.title, kWidth, y, svg.elements());
 }
 
 }  // namespace fathom::cli

@@ -10,11 +10,21 @@
 #include <string_view>
 
 #include "common.h"
+#include "svg_elements.h"
 #include "svg_labels.h"
 #include "table.h"
 
 namespace fathom::cli {
 namespace {
+
+using svg::Attr;
+using svg::Drawable;
+using svg::kGrid;
+using svg::kInk;
+using svg::kSoftInk;
+using svg::Line;
+using svg::Number;
+using svg::Text;
 
 // Pixels.
 constexpr double kMargin = 24;
@@ -32,36 +42,11 @@ constexpr double kLabelHeight = kLabelSize + 2;
 constexpr double kTickSize = 12;
 constexpr double kPanelTitleSize = 14;
 
-constexpr const char* kInk = "#222222";
-constexpr const char* kSoftInk = "#5f5f5f";
 constexpr const char* kPointColour = "#4d4d4d";
-constexpr const char* kGrid = "#e4e4e4";
 // Okabe and Ito's palette, which colour-blind readers can tell apart; yellow is too light here.
 constexpr std::array kColours = {"#0072b2", "#d55e00", "#009e73", "#cc79a7",
                                  "#e69f00", "#56b4e9", "#000000"};
 constexpr std::array kDashes = {"7 4", "2 3", "10 3 2 3"};
-
-std::string Number(double value) { return Plain(std::round(value * 100) / 100); }
-
-// An element's attribute.
-std::string Attr(const char* name, const std::string& value) {
-  return std::string(" ") + name + "=\"" + value + "\"";
-}
-std::string Attr(const char* name, double value) { return Attr(name, Number(value)); }
-
-std::string Line(double x0, double y0, double x1, double y1, const std::string& colour,
-                 double width, const std::string& more = "") {
-  return "<line" + Attr("x1", x0) + Attr("y1", y0) + Attr("x2", x1) + Attr("y2", y1) +
-         Attr("stroke", colour) + Attr("stroke-width", width) + more + "/>\n";
-}
-
-// anchor: start, middle or end.
-std::string Text(double x, double y, const std::string& text, const char* anchor, double size,
-                 const std::string& colour, const std::string& more = "") {
-  return "<text" + Attr("x", x) + Attr("y", y) + Attr("text-anchor", anchor) +
-         Attr("font-size", size) + Attr("fill", colour) + more + ">" + XmlEscape(text) +
-         "</text>\n";
-}
 
 // Marker number `shape` around a point: circle, square, triangle, diamond, triangle on its tip.
 std::string Marker(std::size_t shape, double x, double y, const std::string& colour) {
@@ -96,7 +81,6 @@ struct LogAxis {
   }
 };
 
-bool Drawable(double value) { return value > 0 && std::isfinite(value); }
 bool Drawable(const PlotSeries& series, const PlotPoint& point) {
   return Drawable(point.y) && (series.kind == PlotKind::kLevel || Drawable(point.x));
 }
@@ -362,24 +346,6 @@ class PanelDrawer {
   std::string svg_;
 };
 
-const std::string kReplacement = "\xEF\xBF\xBD";  // U+FFFD
-
-// Bytes of the character beyond ASCII that begins at `at`, 0 where none does. Lets through a few
-// code points that Unicode has not assigned, but nothing that ends outside the text.
-std::size_t CharacterBytes(const std::string& text, std::size_t at) {
-  const auto first = static_cast<unsigned char>(text[at]);
-  const std::size_t n = first >= 0xF5   ? 0
-                        : first >= 0xF0 ? 4
-                        : first >= 0xE0 ? 3
-                        : first >= 0xC2 ? 2
-                                        : 0;
-  if (n == 0 || at + n > text.size()) return 0;
-  for (std::size_t i = 1; i < n; ++i) {
-    if ((static_cast<unsigned char>(text[at + i]) & 0xC0) != 0x80) return 0;
-  }
-  return n;
-}
-
 constexpr double kLegendMark = 34;  // line and marker of an entry
 constexpr double kLegendGap = 26;
 
@@ -420,34 +386,6 @@ std::string Legend(const std::vector<std::string>& curves,
 
 }  // namespace
 
-std::string XmlEscape(const std::string& text) {
-  std::string escaped;
-  for (std::size_t i = 0; i < text.size(); ++i) {
-    const char c = text[i];
-    const auto byte = static_cast<unsigned char>(c);
-    if (byte >= 0x80) {
-      const std::size_t n = CharacterBytes(text, i);
-      escaped += n > 0 ? text.substr(i, n) : kReplacement;
-      i += n > 0 ? n - 1 : 0;
-    } else if (c == '&') {
-      escaped += "&amp;";
-    } else if (c == '<') {
-      escaped += "&lt;";
-    } else if (c == '>') {
-      escaped += "&gt;";
-    } else if (c == '"') {
-      escaped += "&quot;";
-    } else if (c == '\'') {
-      escaped += "&#39;";
-    } else if (byte < 0x20 && c != '\t' && c != '\n') {
-      escaped += kReplacement;
-    } else {
-      escaped += c;
-    }
-  }
-  return escaped;
-}
-
 std::string RenderSvg(const PlotFigure& figure) {
   std::size_t n_columns = 1;
   for (const auto& row : figure.rows) n_columns = std::max(n_columns, row.size());
@@ -461,12 +399,7 @@ std::string RenderSvg(const PlotFigure& figure) {
   const double height = legend_top + static_cast<double>(legend.size()) * kLegendRow + kMargin / 2;
 
   std::string svg =
-      "<svg xmlns=\"http://www.w3.org/2000/svg\"" + Attr("width", width) + Attr("height", height) +
-      Attr("viewBox", "0 0 " + Number(width) + " " + Number(height)) + Attr("role", "img") +
-      Attr("font-family", "Helvetica, Arial, 'DejaVu Sans', sans-serif") + ">\n";
-  svg += "<title>" + XmlEscape(figure.title) + "</title>\n";
-  svg += "<rect" + Attr("width", width) + Attr("height", height) + Attr("fill", "#ffffff") + "/>\n";
-  svg += Text(kMargin, kMargin + 12, figure.title, "start", 17, kInk, Attr("font-weight", "700"));
+      Text(kMargin, kMargin + 12, figure.title, "start", 17, kInk, Attr("font-weight", "700"));
   const Range x_range = XRange(figure);
   for (std::size_t r = 0; r < figure.rows.size(); ++r) {
     const double top = kMargin + kTitleHeight + static_cast<double>(r) * panel_height + kPanelTop;
@@ -482,7 +415,7 @@ std::string RenderSvg(const PlotFigure& figure) {
                 Attr("transform", "rotate(-90 " + Number(kMargin + 4) + " " + middle + ")"));
   }
   svg += Legend(curves, legend, kMargin + kAxisLeft, legend_top);
-  return svg + "</svg>\n";
+  return svg::Document(figure.title, width, height, svg);
 }
 
 }  // namespace fathom::cli

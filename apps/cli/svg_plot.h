@@ -44,8 +44,4 @@ struct PlotFigure {
 // axis. Texts may hold any UTF-8; they are escaped, and bytes that XML forbids are replaced.
 std::string RenderSvg(const PlotFigure& figure);
 
-// Text for an XML document: & < > " ' escaped, control characters and what is not UTF-8 replaced by
-// U+FFFD.
-std::string XmlEscape(const std::string& text);
-
 }  // namespace fathom::cli
