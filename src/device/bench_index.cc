@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "backend/cuda/pack.h"
+#include "device/mean_stats.h"
 #include "device/synthetic.h"
 #include "fathom/store.h"
 #include "store/layout.h"
@@ -101,50 +102,19 @@ class Packer {
   DeviceBuffer<Half*> pointers_;
 };
 
-// What plans need of every head, as MeanIndex takes it; the same for all layers.
-struct MeanStats {
-  std::vector<double> variance, slope, distortion;
-  std::vector<std::uint8_t> level;
-  std::vector<float> center, mean_step, weight, range;
-  std::vector<std::unique_ptr<DistortionHull>> hulls;  // [n_heads]
-};
-
-void AddHead(const Half* rows, std::int32_t dim, const Backend& backend, MeanStats* stats) {
-  const auto d = static_cast<std::size_t>(dim);
-  // Synthetic keys have no mean: the origin is their centre.
-  const std::vector<double> center(d, 0.0);
-  HeadIndex index({Codec::kMean, dim, kMeanBits, static_cast<std::int32_t>(kFitBlocks)},
-                  RawBasis(dim, center));
-  index.Build(rows, kFitBlocks, backend);
-  const std::vector<double> distortion = index.Distortions();
-  const MeanCodec& codec = index.codecs().front();
-  auto hull = std::make_unique<DistortionHull>(distortion, kMeanBits);
-  const auto append = [](auto* to, const auto& from) {
-    to->insert(to->end(), from.begin(), from.end());
-  };
-  append(&stats->variance, hull->variance());
-  append(&stats->slope, hull->step_slopes());
-  append(&stats->distortion, distortion);
-  append(&stats->center, std::vector<float>(d, 0.0F));
-  append(&stats->mean_step, codec.mean_step);
-  append(&stats->weight, codec.weight);
-  append(&stats->range, codec.range);
-  std::vector<std::uint8_t> level(d * (kLevels - 1), 0);
-  for (std::size_t j = 0; j < d; ++j) {
-    const auto steps = hull->steps(static_cast<std::int32_t>(j));
-    for (std::size_t s = 0; s < steps.size(); ++s) level[s * d + j] = steps[s].level;
-  }
-  append(&stats->level, level);
-  stats->hulls.push_back(std::move(hull));
-}
-
+// The same for all layers.
 MeanStats FitStats(const BenchPlace& place, Packer* packer) {
   const std::vector<Half> rows = packer->Sample();
   const auto backend = MakeBackend("cpu", 0);
-  const std::int64_t head = kFitBlocks * kBlockTokens * 2 * place.sizes.heads.head_dim;
+  const std::int32_t dim = place.sizes.heads.head_dim;
+  const std::int64_t head = kFitBlocks * kBlockTokens * 2 * dim;
   MeanStats stats;
   for (std::int32_t h = 0; h < place.sizes.n_heads(); ++h) {
-    AddHead(rows.data() + h * head, place.sizes.heads.head_dim, *backend, &stats);
+    // Synthetic keys have no mean: the origin is their centre.
+    HeadIndex index({Codec::kMean, dim, kMeanBits, static_cast<std::int32_t>(kFitBlocks)},
+                    RawBasis(dim, std::vector<double>(Size(dim), 0.0)));
+    index.Build(rows.data() + h * head, kFitBlocks, *backend);
+    stats.Add(index);
   }
   return stats;
 }
@@ -166,14 +136,7 @@ class MeanBench final : public BenchIndex {
         index_(SizesOf(place, lengths), kMeanBits, multiplier_.data(), place.on_host) {
     Packer packer(place, sigma, stream);
     stats_ = FitStats(place, &packer);
-    variance_ = ToDevice(stats_.variance);
-    slope_ = ToDevice(stats_.slope);
-    level_ = ToDevice(stats_.level);
-    distortion_ = ToDevice(stats_.distortion);
-    center_ = ToDevice(stats_.center);
-    step_ = ToDevice(stats_.mean_step);
-    weight_ = ToDevice(stats_.weight);
-    range_ = ToDevice(stats_.range);
+    device_stats_ = DeviceMeanStats(stats_);
     const std::int32_t layers = place.sizes.n_layers;
     std::vector<MeanIndex::Layer> made;
     for (std::int32_t layer = 0; layer < layers; ++layer) {
@@ -194,8 +157,7 @@ class MeanBench final : public BenchIndex {
     for (const std::vector<float>& q : queries) {
       const std::int64_t n = static_cast<std::int64_t>(q.size()) / head;
       for (std::int64_t i = 0; i < n; ++i) {
-        fit.Add(q.data() + i * head, heads.group(),
-                *stats_.hulls[Size(i % place_.sizes.n_heads())]);
+        fit.Add(q.data() + i * head, heads.group(), stats_.hulls[Size(i % place_.sizes.n_heads())]);
       }
     }
     SetMultiplier(fit.Fit(bits_));
@@ -224,9 +186,9 @@ class MeanBench final : public BenchIndex {
     pack.head_dim = static_cast<std::int32_t>(dim);
     pack.mean_bits = kMeanBits;
     pack.n_heads = static_cast<std::int32_t>(heads);
-    pack.center = center_.data();
-    pack.mean_step = step_.data();
-    pack.range = range_.data();
+    pack.center = device_stats_.center();
+    pack.mean_step = device_stats_.mean_step();
+    pack.range = device_stats_.range();
     pack.planes = plane_lists_.back().data();
     pack.plane_stride = blocks;
     pack.side = mean_lists_.back().data();
@@ -243,15 +205,8 @@ class MeanBench final : public BenchIndex {
                         false});
     }
     pieces_.push_back(ToDevice(pieces));
-    return {variance_.data(),
-            slope_.data(),
-            level_.data(),
-            distortion_.data(),
-            center_.data(),
-            step_.data(),
-            weight_.data(),
-            pieces_.back().data(),
-            {segments_.back().data(), 1, static_cast<std::int32_t>(blocks)}};
+    return device_stats_.Layer(pieces_.back().data(),
+                               {segments_.back().data(), 1, static_cast<std::int32_t>(blocks)});
   }
 
   const double bits_;
@@ -261,9 +216,7 @@ class MeanBench final : public BenchIndex {
   MeanStats stats_;
   DeviceBuffer<double> multiplier_;
   MeanIndex index_;
-  DeviceBuffer<double> variance_, slope_, distortion_;
-  DeviceBuffer<std::uint8_t> level_;
-  DeviceBuffer<float> center_, step_, weight_, range_;
+  DeviceMeanStats device_stats_;
   std::vector<DeviceBuffer<std::uint8_t>> means_;
   std::vector<DeviceBuffer<std::uint64_t*>> plane_lists_;
   std::vector<DeviceBuffer<std::uint8_t*>> mean_lists_;

@@ -40,7 +40,7 @@ struct BenchPlace {
   bool on_host = true;
   std::uint64_t seed = 1;
   std::int64_t cap_blocks() const {
-    return (n_tokens / kBlockTokens + kTileBlocks - 1) / kTileBlocks * kTileBlocks;
+    return std::int64_t{kTileBlocks} * TilesOf(static_cast<std::int32_t>(n_tokens / kBlockTokens));
   }
 };
 

@@ -2,6 +2,7 @@
 // Scans of labels, and of whole keys.
 #include <utility>
 
+#include "backend/cuda/host_copy.h"
 #include "device/scans.h"
 #include "store/layout.h"
 
@@ -18,13 +19,8 @@ DeviceBuffer<std::int32_t> Filled(std::int32_t n, std::int32_t value) {
 }  // namespace
 
 double CountBlocks(const IndexSizes& sizes, cudaStream_t stream) {
-  std::vector<Lengths> lengths(Size(sizes.batch));
-  Check(cudaMemcpyAsync(lengths.data(), sizes.lengths, lengths.size() * sizeof(Lengths),
-                        cudaMemcpyDeviceToHost, stream),
-        "cudaMemcpyAsync");
-  Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   double blocks = 0;
-  for (const Lengths& l : lengths) blocks += l.n_blocks;
+  for (const Lengths& l : ToHost(sizes.lengths, Size(sizes.batch), stream)) blocks += l.n_blocks;
   return blocks * sizes.heads.n_kv_heads;
 }
 
@@ -95,7 +91,7 @@ void LabelIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink&
   scan.n_kv_heads = sizes_.heads.n_kv_heads;
   scan.pieces = layers_[Size(layer)].pieces;
   scan.n_pieces = sizes_.n_heads();
-  scan.max_tiles = static_cast<std::int32_t>(sizes_.max_blocks / kTileBlocks);
+  scan.max_tiles = sizes_.max_tiles();
   scan.n_channels = shape_.n_channels;
   scan.channels = chosen ? channels_.data() : nullptr;
   scan.q = q_.data();

@@ -3,25 +3,13 @@
 #include <algorithm>
 #include <utility>
 
+#include "backend/cuda/host_copy.h"
 #include "device/scans.h"
 
 namespace fathom::cuda {
 namespace {
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-std::int32_t TilesOf(const IndexSizes& sizes) {
-  return static_cast<std::int32_t>(sizes.max_blocks / kTileBlocks);
-}
-
-template <typename T>
-std::vector<T> ToHost(const T* device, std::size_t n, cudaStream_t stream) {
-  std::vector<T> host(n);
-  Check(cudaMemcpyAsync(host.data(), device, n * sizeof(T), cudaMemcpyDeviceToHost, stream),
-        "cudaMemcpyAsync");
-  Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  return host;
-}
 
 }  // namespace
 
@@ -98,7 +86,7 @@ MeanScan MeanIndex::ScanOf(std::int32_t layer) const {
   scan.n_kv_heads = sizes_.heads.n_kv_heads;
   scan.pieces = layers_[Size(layer)].pieces;
   scan.n_pieces = sizes_.n_heads();
-  scan.max_tiles = TilesOf(sizes_);
+  scan.max_tiles = sizes_.max_tiles();
   scan.lengths = sizes_.lengths;
   scan.bases = bases_.data();
   scan.bases_stride = sizes_.max_blocks;
@@ -194,7 +182,7 @@ void PaperIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink&
   scan.n_kv_heads = sizes_.heads.n_kv_heads;
   scan.pieces = layers_[Size(layer)].pieces;
   scan.n_pieces = sizes_.n_heads();
-  scan.max_tiles = TilesOf(sizes_);
+  scan.max_tiles = sizes_.max_tiles();
   scan.planes = planes_.data();
   scan.n_planes = n_planes_.data();
   scan.channels = channels_.data();

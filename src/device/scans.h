@@ -26,6 +26,7 @@ struct IndexSizes {
 
   std::int32_t n_heads() const { return batch * heads.n_kv_heads; }
   std::int32_t n_lists() const { return batch * heads.n_heads; }
+  std::int32_t max_tiles() const { return static_cast<std::int32_t>(max_blocks / kTileBlocks); }
 };
 
 // A table in host memory: where its segments begin, [n_heads][max_segments], as GatherRuns takes

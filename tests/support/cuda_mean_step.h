@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "device/mean_stats.h"
 #include "device/scans.h"
 #include "fathom/plan.h"
 #include "fathom/scan_table.h"
@@ -22,18 +23,6 @@
 #include "support/cuda_step.h"
 
 namespace fathom::test {
-
-// Arrays of MeanIndex::Layer on the host.
-struct HostArrays {
-  std::vector<double> variance, slope, distortion;
-  std::vector<std::uint8_t> level;
-  std::vector<float> center, mean_step, weight;
-};
-
-template <typename To, typename From>
-void AppendAll(To* to, const From& from) {
-  to->insert(to->end(), from.begin(), from.end());
-}
 
 // Index, values and reference of a batch. keys of a sequence are packed up to its finished blocks.
 class MeanStep {
@@ -62,7 +51,7 @@ class MeanStep {
     for (std::int64_t h = 0; h < c.n_heads(); ++h) AddHead(h);
     MultiplierFit fit;
     for (std::int64_t h = 0; h < c.n_heads(); ++h)
-      fit.Add(run.head_q(h), c.group, *hulls_[Size(h)]);
+      fit.Add(run.head_q(h), c.group, stats_.hulls[Size(h)]);
     multiplier_ = fit.Fit(c.bits);
     Upload();
     WriteIndex();
@@ -113,14 +102,13 @@ class MeanStep {
   cuda::DeviceBuffer<cuda::ScanPiece> pieces_;
   std::unique_ptr<Backend> cpu_ = MakeBackend("cpu", 0), ref_ = MakeBackend("ref", 1);
   std::vector<HeadIndex> indexes_;
-  std::vector<std::unique_ptr<DistortionHull>> hulls_;
   std::vector<ValueMeans> values_;
-  HostArrays host_;
+  cuda::MeanStats stats_;
   std::vector<float> factor_;
   double multiplier_ = 0;
-  cuda::DeviceBuffer<double> variance_, slope_, distortion_, multiplier_device_;
-  cuda::DeviceBuffer<std::uint8_t> level_;
-  cuda::DeviceBuffer<float> center_, step_, weight_, factor_device_;
+  cuda::DeviceMeanStats device_stats_;
+  cuda::DeviceBuffer<double> multiplier_device_;
+  cuda::DeviceBuffer<float> factor_device_;
   std::unique_ptr<cuda::MeanIndex> index_;
 };
 
@@ -136,48 +124,20 @@ inline void MeanStep::AddHead(std::int64_t h) {
                                    static_cast<std::int32_t>(case_.cap_blocks())},
                         RawBasis(case_.head_dim, center));
   indexes_.back().Build(rows.data(), run.n_blocks(h), *cpu_);
-  const std::vector<double> distortion = indexes_.back().Distortions();
-  hulls_.push_back(std::make_unique<DistortionHull>(distortion, case_.mean_bits));
-  const DistortionHull& hull = *hulls_.back();
-  const MeanCodec& codec = indexes_.back().codecs().front();
-  AppendAll(&host_.variance, hull.variance());
-  AppendAll(&host_.slope, hull.step_slopes());
-  AppendAll(&host_.distortion, distortion);
-  AppendAll(&host_.center, indexes_.back().basis().center);
-  AppendAll(&host_.mean_step, codec.mean_step);
-  AppendAll(&host_.weight, codec.weight);
-  std::vector<std::uint8_t> level(d * (kLevels - 1), 0);
-  for (std::size_t j = 0; j < d; ++j) {
-    const auto steps = hull.steps(static_cast<std::int32_t>(j));
-    for (std::size_t s = 0; s < steps.size(); ++s) level[s * d + j] = steps[s].level;
-  }
-  AppendAll(&host_.level, level);
+  stats_.Add(indexes_.back());
   values_.emplace_back(case_.head_dim, ResidualRule::kBlock);
   for (std::int32_t g = 0; g < case_.group; ++g) factor_.push_back(g == 2 ? 0.0F : 0.8F);
 }
 
 inline void MeanStep::Upload() {
-  variance_ = ToDevice(host_.variance);
-  slope_ = ToDevice(host_.slope);
-  distortion_ = ToDevice(host_.distortion);
-  level_ = ToDevice(host_.level);
-  center_ = ToDevice(host_.center);
-  step_ = ToDevice(host_.mean_step);
-  weight_ = ToDevice(host_.weight);
+  device_stats_ = cuda::DeviceMeanStats(stats_);
   factor_device_ = ToDevice(factor_);
   multiplier_device_ = ToDevice(std::vector<double>{multiplier_});
   index_ = std::make_unique<cuda::MeanIndex>(
       cuda::IndexSizes{case_.heads(), case_.batch(), case_.cap_blocks(), run.step().scan_lengths()},
       case_.mean_bits, multiplier_device_.data(), case_.on_host);
-  index_->SetLayers({{variance_.data(),
-                      slope_.data(),
-                      level_.data(),
-                      distortion_.data(),
-                      center_.data(),
-                      step_.data(),
-                      weight_.data(),
-                      pieces_.data(),
-                      {segments_.data(), 1, static_cast<std::int32_t>(case_.cap_blocks())}}});
+  index_->SetLayers({device_stats_.Layer(
+      pieces_.data(), {segments_.data(), 1, static_cast<std::int32_t>(case_.cap_blocks())})});
 }
 
 // Planes, means, values and pieces: what grows.
@@ -203,7 +163,7 @@ inline void MeanStep::WriteIndex() {
     values.MoveTo(run.rows[Size(h)].data(), run.n_blocks(h) * kBlockTokens, kSinks);
     value_means_.Write(Size(h * blocks * dim * 2), values.block_means(),
                        Size(run.n_blocks(h) * dim * 2));
-    AppendAll(&mean_value, values.mean());
+    mean_value.insert(mean_value.end(), values.mean().begin(), values.mean().end());
   }
   cuda::Check(cudaMemcpy(pieces_.data(), pieces.data(), pieces.size() * sizeof(cuda::ScanPiece),
                          cudaMemcpyHostToDevice),
@@ -216,7 +176,7 @@ inline void MeanStep::WriteIndex() {
 
 inline ScanTable MeanStep::TableOf(std::int64_t h, std::vector<std::uint8_t>* level) const {
   const float* q = run.head_q(h);
-  *level = PlanAtMultiplier(q, case_.group, *hulls_[Size(h)], multiplier_).level;
+  *level = PlanAtMultiplier(q, case_.group, stats_.hulls[Size(h)], multiplier_).level;
   const MeanCodec& codec = indexes_[Size(h)].codecs().front();
   ScanTable table;
   BuildScanTable({case_.head_dim, case_.group, case_.mean_bits, q, level->data(),
@@ -275,9 +235,9 @@ inline void MeanStep::AddRest(std::int64_t h, const std::vector<float>& lse,
     const float* q = run.head_q(h) + g * d;
     double offset = 0, noise = 0, sum = 0;
     for (std::size_t j = 0; j < d; ++j) {
-      offset += static_cast<double>(q[j]) * host_.center[Size(h) * d + j];
+      offset += static_cast<double>(q[j]) * stats_.center[Size(h) * d + j];
       noise += static_cast<double>(q[j]) * q[j] *
-               host_.distortion[(Size(h) * kLevels + level[j]) * d + j];
+               stats_.distortion[(Size(h) * kLevels + level[j]) * d + j];
     }
     const double top = s * (cut[g] + offset) + s * s * noise / 2;
     const auto unit = static_cast<float>(std::exp(std::min(top - lse[g], 88.0)));
@@ -328,9 +288,10 @@ inline void MeanStep::ExpectTables() const {
   const cuda::DeviceBuffer<float> offset(Size(n_heads) * group), noise(Size(n_heads) * group);
   const cuda::MeanTables& t = set.view();
   StepRun& used = const_cast<StepRun&>(run);  // only for its lengths on the device
+  const cuda::MeanIndex::Layer stats = device_stats_.Layer(nullptr, {});
   cuda::PlanMean(
-      {n_heads, kKvHeads, 1, case_.mean_bits, run.device_q(), variance_.data(), slope_.data(),
-       level_.data(), distortion_.data(), center_.data(), step_.data(), weight_.data(),
+      {n_heads, kKvHeads, 1, case_.mean_bits, run.device_q(), stats.variance, stats.slope,
+       stats.level, stats.distortion, stats.center, stats.mean_step, stats.weight,
        multiplier_device_.data(), used.step().scan_lengths(), t, offset.data(), noise.data()},
       run.stream());
   cuda::Check(cudaStreamSynchronize(run.stream()), "cudaStreamSynchronize");

@@ -50,8 +50,8 @@ struct StepCase {
     return WholeBlocks(*std::ranges::max_element(n_tokens)) + kBlockTokens;
   }
   std::int64_t cap_blocks() const {
-    return (capacity() / kBlockTokens + cuda::kTileBlocks - 1) / cuda::kTileBlocks *
-           cuda::kTileBlocks;
+    return std::int64_t{cuda::kTileBlocks} *
+           cuda::TilesOf(static_cast<std::int32_t>(capacity() / kBlockTokens));
   }
 };
 

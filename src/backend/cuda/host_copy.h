@@ -30,6 +30,15 @@ void CopyToHost(T* host, const std::type_identity_t<T>* device, std::size_t n,
         "cudaMemcpyAsync to the host");
 }
 
+// Waits for the stream.
+template <typename T>
+std::vector<T> ToHost(const T* device, std::size_t n, cudaStream_t stream) {
+  std::vector<T> host(n);
+  CopyToHost(host.data(), device, n, stream);
+  Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  return host;
+}
+
 template <typename T>
 DeviceBuffer<T> OnDevice(const std::vector<T>& host, cudaStream_t stream) {
   DeviceBuffer<T> buffer(host.size());

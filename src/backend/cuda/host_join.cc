@@ -8,17 +8,6 @@
 #include "backend/cuda/select.h"
 
 namespace fathom::cuda {
-namespace {
-
-template <typename T>
-std::vector<T> ToHost(const T* device, std::size_t n, cudaStream_t stream) {
-  std::vector<T> host(n);
-  CopyToHost(host.data(), device, n, stream);
-  Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  return host;
-}
-
-}  // namespace
 
 HostSelection::HostSelection(const Lengths& lengths, std::int32_t group, std::int32_t n_heads,
                              cudaStream_t stream)

@@ -92,7 +92,7 @@ class LabelUpload {
 
   void AddSegment(const LabelView& segment, const std::vector<std::int32_t>& row,
                   std::int32_t first_block, std::int32_t head) {
-    const std::int32_t tiles = (segment.n_blocks + cuda::kTileBlocks - 1) / cuda::kTileBlocks;
+    const std::int32_t tiles = cuda::TilesOf(segment.n_blocks);
     const std::int32_t row_blocks = tiles * cuda::kTileBlocks;
     const auto n_blocks = static_cast<std::size_t>(segment.n_blocks);
     max_tiles_ = std::max(max_tiles_, tiles);

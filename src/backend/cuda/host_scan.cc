@@ -28,10 +28,6 @@ static void CopyRows(void* to, std::size_t to_pitch, const void* from, std::size
         "cudaMemcpy2DAsync to the device");
 }
 
-static std::int32_t WholeTile(std::int32_t n_blocks) {
-  return (n_blocks + kTileBlocks - 1) / kTileBlocks * kTileBlocks;
-}
-
 UploadedIndex::UploadedIndex(std::span<const HeadIndexView> heads, std::int32_t head_dim,
                              std::int32_t group, std::int32_t segment_blocks,
                              std::int32_t mean_bits, cudaStream_t stream)
@@ -61,7 +57,7 @@ void UploadedIndex::AddSegment(const SegmentView& segment, std::int32_t head,
                                std::int32_t first_block, std::int32_t table,
                                std::int32_t segment_blocks, cudaStream_t stream) {
   if (segment.n_blocks == 0) return;
-  const std::int32_t stride = WholeTile(segment.n_blocks);
+  const std::int32_t stride = TilesOf(segment.n_blocks) * kTileBlocks;
   const auto rows = static_cast<std::size_t>(head_dim_) * kPlanes;
   const std::size_t mean_row = layout::SideRowBytes(Codec::kMean, mean_bits_, stride);
   planes_.emplace_back(rows * static_cast<std::size_t>(stride));
@@ -179,7 +175,7 @@ void ScanPaperSegment(const ScanArgs& a, const SegmentView& segment, const Paper
                       const float* q, float* out, std::int64_t out_stride, cudaStream_t stream) {
   const auto dim = static_cast<std::size_t>(a.head_dim);
   const std::int64_t n = std::int64_t{segment.n_blocks} * kBlockTokens;
-  const std::int32_t stride = cuda::WholeTile(segment.n_blocks);
+  const std::int32_t stride = cuda::TilesOf(segment.n_blocks) * cuda::kTileBlocks;
   const auto width = static_cast<std::size_t>(stride);
   const auto blocks = static_cast<std::size_t>(segment.n_blocks);
   const auto capacity = static_cast<std::size_t>(a.segment_blocks);

@@ -81,10 +81,14 @@ struct ScoreSink {
 constexpr int kTileBlocks = 16;
 constexpr int kTileTokens = kTileBlocks * kBlockTokens;
 
+// Tiles of a piece of n_blocks blocks; the last may be partly filled.
+FATHOM_HD inline std::int32_t TilesOf(std::int32_t n_blocks) {
+  return (n_blocks + kTileBlocks - 1) / kTileBlocks;
+}
+
 // Tokens that a scan would leave in the sample of a sequence with n_blocks blocks: whole tiles.
 FATHOM_HD inline std::int32_t SampleTokens(std::int32_t n_blocks, std::int32_t tile_step) {
-  const std::int32_t tiles = (n_blocks + kTileBlocks - 1) / kTileBlocks;
-  return (tiles + tile_step - 1) / tile_step * kTileTokens;
+  return (TilesOf(n_blocks) + tile_step - 1) / tile_step * kTileTokens;
 }
 
 // The winners of a head: what it attends. Ascending; bit h of mask: query head h attends the token.

@@ -50,6 +50,22 @@ __device__ inline std::uint64_t WarpMin(std::uint64_t value) {
   return value;
 }
 
+// Of the last winner of a list, which is the least key of all threads: key and score. All threads
+// of the block call it, after which nothing may follow.
+__device__ inline void StoreLast(std::uint64_t least,
+                                 std::uint64_t (&warp_least)[kRadixThreads / 32],
+                                 std::uint64_t* key, float* score) {
+  const unsigned tid = threadIdx.x;
+  least = WarpMin(least);
+  if (tid % 32 == 0) warp_least[tid / 32] = least;
+  __syncthreads();
+  if (tid >= 32) return;
+  least = WarpMin(warp_least[tid]);
+  if (tid != 0) return;
+  *key = least;
+  *score = ScoreOf(static_cast<std::uint32_t>(least >> 32));
+}
+
 // The bin that holds the rank-th largest of what was counted, 1 <= rank <= their number. Needs a
 // barrier between the counts and the call; ends with one, bins zero again.
 __device__ inline RadixBin FindBin(RadixScratch* s, std::uint32_t rank) {

@@ -24,7 +24,7 @@ __device__ void MeanOperands(const ScanPiece& piece, const Shared& shared, int n
                              int chunk, int first, std::uint32_t (&a)[4][4]) {
   const int lane = static_cast<int>(threadIdx.x) % 32, t = lane % 4;
   const int block = first + lane / 4 * 8;
-  const bool inside = block < (piece.n_blocks + kTileBlocks - 1) / kTileBlocks * kTileBlocks;
+  const bool inside = block < TilesOf(piece.n_blocks) * kTileBlocks;
   std::uint32_t low[2][4] = {}, high[2][4] = {};  // high: of 8-bit means, blocks 4 .. 7
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

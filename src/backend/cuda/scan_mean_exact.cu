@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(kThreads) ExactKernel(MeanScan s, bool heavy_o
   for (int p = static_cast<int>(threadIdx.x); p < head.n_planes; p += kThreads) {
     shared.row[p] = static_cast<std::int32_t>(PlaneRow(piece, t, p));
   }
-  const int n_tiles = (piece.n_blocks + kTileBlocks - 1) / kTileBlocks;
+  const int n_tiles = TilesOf(piece.n_blocks);
   for (int tile = static_cast<int>(blockIdx.x); tile < n_tiles;
        tile += static_cast<int>(gridDim.x)) {
     __syncthreads();  // rows are there; the bases of the tile before are not needed any more

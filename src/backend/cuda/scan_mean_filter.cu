@@ -389,7 +389,7 @@ __device__ void FilterColumn(const MeanScan& s, Shared& shared, int tile, int co
 
 template <bool kRest, int kChunks>
 __device__ void FilterPiece(const MeanScan& s, Shared& shared) {
-  const int n_tiles = (shared.piece.n_blocks + kTileBlocks - 1) / kTileBlocks;
+  const int n_tiles = TilesOf(shared.piece.n_blocks);
   // Tiles differ in how many candidates they have, so a warp takes the next when it is done with
   // one; it asks for it in time.
   const auto take = [&] {

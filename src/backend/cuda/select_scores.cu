@@ -107,14 +107,7 @@ __global__ __launch_bounds__(kRadixThreads) void SelectScoresKernel(const Select
   });
   __syncthreads();
   if (!splits) Finish(&s, radix, winners, &least);
-  least = WarpMin(least);
-  if (tid % 32 == 0) s.warp_least[tid / 32] = least;
-  __syncthreads();
-  if (tid >= 32) return;
-  least = WarpMin(s.warp_least[tid]);
-  if (tid != 0) return;
-  a.kth_key[list] = least;
-  a.cut[list] = ScoreOf(static_cast<std::uint32_t>(least >> 32));
+  StoreLast(least, s.warp_least, a.kth_key + list, a.cut + list);
 }
 
 }  // namespace
