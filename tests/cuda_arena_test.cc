@@ -17,9 +17,12 @@
 #include "backend/cuda/host_arena.h"
 #include "fathom/error.h"
 #include "memory/system_memory.h"
+#include "support/error_of.h"
 
 namespace fathom::cuda {
 namespace {
+
+using test::ErrorOf;
 
 constexpr std::int64_t kPage = HostArena::kPage;
 
@@ -50,18 +53,6 @@ struct FakePinner {
     return pinner;
   }
 };
-
-template <typename Fn>
-std::string MessageOf(ErrorCode code, const Fn& fn) {
-  try {
-    fn();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.what();
-    return error.what();
-  }
-  ADD_FAILURE() << "no error";
-  return {};
-}
 
 bool Holds(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
@@ -137,7 +128,7 @@ TEST(HostArena, ReportsProgressAndStops) {
   EXPECT_FALSE(arena.done());
   EXPECT_FALSE(arena.pinned());
   std::int64_t calls = 0;
-  const std::string message = MessageOf(ErrorCode::kCancelled, [&] {
+  const std::string message = ErrorOf(ErrorCode::kCancelled, [&] {
     arena.Wait([&](std::int64_t registered, std::int64_t total) {
       EXPECT_GE(registered, 0);
       EXPECT_LE(registered, total);
@@ -171,11 +162,10 @@ TEST(HostArena, AllocatesAlignedUntilItIsFull) {
   EXPECT_EQ(arena.Allocate(0, 64), arena.data() + 320);
   EXPECT_EQ(arena.Allocate(5, kPage), arena.data() + kPage);
   EXPECT_EQ(arena.used_bytes(), kPage + 5);
-  const std::string message =
-      MessageOf(ErrorCode::kNoMemory, [&] { arena.Allocate(3 * kPage / 2); });
+  const std::string message = ErrorOf(ErrorCode::kNoMemory, [&] { arena.Allocate(3 * kPage / 2); });
   EXPECT_TRUE(Holds(message, "3.0 MiB asked")) << message;
   EXPECT_TRUE(Holds(message, "of 4.0 MiB")) << message;
-  MessageOf(ErrorCode::kNoMemory, [&] { arena.Allocate(1, kPage); });
+  ErrorOf(ErrorCode::kNoMemory, [&] { arena.Allocate(1, kPage); });
   EXPECT_EQ(arena.used_bytes(), kPage + 5);  // a refusal takes nothing
   arena.FreeAll();
   EXPECT_EQ(arena.Allocate(2 * kPage), arena.data());
@@ -188,7 +178,7 @@ TEST(HostArena, EmptyHoldsNothing) {
   arena.Wait();
   EXPECT_EQ(arena.data(), nullptr);
   EXPECT_EQ(arena.size(), 0);
-  MessageOf(ErrorCode::kNoMemory, [&] { arena.Allocate(1); });
+  ErrorOf(ErrorCode::kNoMemory, [&] { arena.Allocate(1); });
   EXPECT_EQ(fake.n_pins, 0);
 }
 
@@ -196,7 +186,7 @@ TEST(HostArena, MoreThanTheMachineHasIsRefused) {
   if (AvailableMemoryBytes() == 0) GTEST_SKIP() << "the system does not say what is available";
   FakePinner fake;
   const std::string message =
-      MessageOf(ErrorCode::kNoMemory, [&] { HostArena(std::int64_t{1} << 50, fake.Pinner()); });
+      ErrorOf(ErrorCode::kNoMemory, [&] { HostArena(std::int64_t{1} << 50, fake.Pinner()); });
   EXPECT_TRUE(Holds(message, "1048576.0 GiB")) << message;
   EXPECT_TRUE(Holds(message, "available")) << message;
   EXPECT_EQ(fake.n_pins, 0);

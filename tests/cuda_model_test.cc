@@ -9,10 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <filesystem>
-#include <fstream>
 #include <functional>
-#include <iterator>
 #include <memory>
 #include <span>
 #include <string>
@@ -29,6 +26,7 @@
 #include "support/compare.h"
 #include "support/dense_attention.h"
 #include "support/gguf_fixture.h"
+#include "support/model_files.h"
 
 namespace fathom::testing {
 namespace {
@@ -61,24 +59,6 @@ std::shared_ptr<const Model> OpenTiny(const TinyModel& spec) {
   const std::string path = dir.File("model.gguf");
   EXPECT_TRUE(WriteTinyModel(spec, path));
   return Model::Open(path);
-}
-
-std::vector<Token> NovelTokens(std::size_t count) {
-  std::vector<std::filesystem::path> files;
-  for (const auto& entry :
-       std::filesystem::directory_iterator(FATHOM_SOURCE_DIR "/models/questions")) {
-    if (entry.path().extension() == ".txt") files.push_back(entry.path());
-  }
-  std::sort(files.begin(), files.end());
-  std::string text;
-  for (const auto& file : files) {
-    std::ifstream in(file);
-    text.append(std::istreambuf_iterator<char>(in), {});
-  }
-  std::vector<Token> tokens = Bundled()->Tokenize(text, false);
-  EXPECT_GE(tokens.size(), count);
-  tokens.resize(std::min(tokens.size(), count));
-  return tokens;
 }
 
 std::vector<Token> SpreadTokens(const Model& model, std::size_t count) {
@@ -185,7 +165,7 @@ TEST_F(CudaModel, BundledModelAgreesWithTheCpu) {
   ModelRun quantized(Bundled(), Device::kCpu);
   ModelRun cpu(BundledInBf16(), Device::kCpu);
   ModelRun cuda(Bundled(), Device::kCuda);
-  const std::vector<Token> prompt = NovelTokens(400);
+  const std::vector<Token> prompt = NovelTokens(*Bundled(), 400);
   const std::vector<float> rough = quantized.Feed(prompt, 128);
   std::vector<float> expected = cpu.Feed(prompt, 128);
   std::vector<float> actual = cuda.Feed(prompt, 128);
@@ -349,7 +329,7 @@ TEST_F(CudaModel, ContractOfForward) {
 
 // Sessions use the GPU for prefill, too, and go on as those of the CPU do.
 TEST_F(CudaModel, SessionsAgreeWithTheCpu) {
-  const std::vector<Token> tokens = NovelTokens(700);
+  const std::vector<Token> tokens = NovelTokens(*Bundled(), 700);
   std::vector<std::vector<float>> logits;
   for (const char* device : {"cpu", "cuda"}) {
     SessionOptions options;

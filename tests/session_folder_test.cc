@@ -21,12 +21,14 @@
 #include "archive/session_lock.h"
 #include "fathom/error.h"
 #include "fathom/session_folder.h"
+#include "support/error_of.h"
 #include "support/temp_dir.h"
 
 namespace fathom {
 namespace {
 
 namespace fs = std::filesystem;
+using test::ErrorOf;
 
 // A session of n tokens, one layer and one KV head of 16 channels, without content.
 Manifest WriteSession(const fs::path& session, std::int64_t n) {
@@ -58,17 +60,6 @@ class SessionFolderTest : public testing::Test {
   SessionFolder folder_ = SessionFolder(dir_.path() / "sessions");
 
   fs::path Path(const std::string& name) const { return folder_.path() / name; }
-  template <typename Fn>
-  std::string ErrorOf(ErrorCode code, const Fn& fn) {
-    try {
-      fn();
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), code) << error.what();
-      return error.what();
-    }
-    ADD_FAILURE() << "no error";
-    return "";
-  }
 };
 
 TEST_F(SessionFolderTest, NamesAreChecked) {

@@ -7,10 +7,8 @@
 #include <algorithm>
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <functional>
 #include <iostream>
-#include <iterator>
 #include <memory>
 #include <span>
 #include <string>
@@ -21,34 +19,12 @@
 #include "support/dense_attention.h"
 #include "support/ggml_attention.h"
 #include "support/llama_reference.h"
+#include "support/model_files.h"
 
 namespace fathom::testing {
 
 inline constexpr int kThreads = 2;
 inline constexpr std::size_t kChunk = 512;
-
-inline std::string ModelPath(const std::string& file) {
-  return std::string(FATHOM_SOURCE_DIR "/models/") + file;
-}
-inline std::string BundledPath() { return ModelPath("fathom-recall-15m-q8_0.gguf"); }
-
-inline std::vector<Token> NovelTokens(const Model& model, std::size_t count) {
-  const std::filesystem::path folder = ModelPath("questions");
-  std::vector<std::filesystem::path> files;
-  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
-    if (entry.path().extension() == ".txt") files.push_back(entry.path());
-  }
-  std::sort(files.begin(), files.end());
-  std::string text;
-  for (const auto& file : files) {
-    std::ifstream in(file);
-    text.append(std::istreambuf_iterator<char>(in), {});
-  }
-  std::vector<Token> tokens = model.Tokenize(text, false);
-  EXPECT_GE(tokens.size(), count) << "no text in " << folder;
-  tokens.resize(std::min(tokens.size(), count));
-  return tokens;
-}
 
 // A runner with its position; the attention is the caller's.
 struct Session {
