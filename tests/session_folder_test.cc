@@ -84,7 +84,8 @@ TEST_F(SessionFolderTest, DefaultPathFollowsTheEnvironment) {
   unsetenv("FATHOM_HOME");
   EXPECT_EQ(SessionFolder::DefaultPath(), "/x/fathom/sessions");
   unsetenv("XDG_DATA_HOME");
-  const std::string home = std::getenv("HOME") == nullptr ? "" : std::getenv("HOME");
+  const char* inherited_home = std::getenv("HOME");
+  const std::string home = inherited_home == nullptr ? "" : inherited_home;
   setenv("HOME", "/h", 1);
   EXPECT_EQ(SessionFolder::DefaultPath(), "/h/.local/share/fathom/sessions");
   unsetenv("HOME");
