@@ -32,6 +32,7 @@ struct BenchOptions {
   int threads = 0;
   std::string backend = "cpu";
   std::string device = "cpu";
+  std::string decode_attention = "device";
   std::string statistics_file;  // empty: the prefill's own
   bool no_llama = false;
   bool json = false;
@@ -126,6 +127,7 @@ void MeasureOurs(const std::shared_ptr<const Model>& model, const BenchOptions& 
   session_options.ctx_size = static_cast<std::int64_t>(tokens.size());
   session_options.backend = options.backend;
   session_options.device = options.device;
+  session_options.decode_attention = options.decode_attention;
   session_options.n_threads = options.threads;
   session_options.calibration = LoadStatistics(options.statistics_file);
   Session session(model, session_options);
@@ -331,7 +333,7 @@ void AddBenchDecode(CLI::App& bench, int* exit_code) {
       ->capture_default_str()
       ->check(InRange(1, 100000));
   AddMachineOptions(*decode, &options->threads, &options->backend);
-  AddDeviceOption(*decode, &options->device);
+  AddDeviceOptions(*decode, &options->device, &options->decode_attention);
   decode->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
   decode->add_flag("--no-llama", options->no_llama, "leave libllama out");
   decode->add_flag("--json", options->json, "print one JSON document");

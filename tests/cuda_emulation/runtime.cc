@@ -189,6 +189,10 @@ cudaError_t cudaMalloc(void** p, std::size_t bytes) {
   return fathom::emulation::Allocate(p, bytes);
 }
 cudaError_t cudaFree(void* p) { return fathom::emulation::Free(p); }
+cudaError_t cudaMallocHost(void** p, std::size_t bytes) {
+  return fathom::emulation::Allocate(p, bytes);
+}
+cudaError_t cudaFreeHost(void* p) { return fathom::emulation::Free(p); }
 cudaError_t cudaHostRegister(void* /*p*/, std::size_t /*bytes*/, unsigned /*flags*/) {
   return cudaSuccess;
 }
