@@ -256,6 +256,21 @@ TEST(CudaEmulation, CopiesAreOfTheirKind) {
   cudaGetLastError();
 }
 
+TEST(CudaEmulation, MemoryIsLimited) {
+  std::size_t before = 0, after = 0, total = 0;
+  ASSERT_EQ(cudaMemGetInfo(&before, &total), cudaSuccess);
+  {
+    const DeviceArray<std::byte> array(1000);
+    ASSERT_EQ(cudaMemGetInfo(&after, &total), cudaSuccess);
+    EXPECT_EQ(before - after, 1024U);
+    void* p = nullptr;
+    EXPECT_EQ(cudaMalloc(&p, after + 1), cudaErrorMemoryAllocation);
+  }
+  ASSERT_EQ(cudaMemGetInfo(&after, &total), cudaSuccess);
+  EXPECT_EQ(after, before);
+  cudaGetLastError();
+}
+
 TEST(CudaEmulation, ACaptureRecords) {
   cudaStream_t stream = nullptr;
   cudaGraph_t graph = nullptr;

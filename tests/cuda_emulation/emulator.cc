@@ -115,13 +115,18 @@ class Block {
   bool RunWarp(int warp);
   bool IsReady(Fiber* fiber);
   void StartFiber(int thread);
+  bool SwitchToNextLane();
   void Yield() { SwitchFiber(&fiber().stack, scheduler_stack_); }
   void Wait(State state, unsigned generation) {
     fiber().state = state;
     fiber().waits_in = generation;
-    Yield();
+    if (!SwitchToNextLane()) Yield();
   }
   void ReleaseBarrier();
+  void SetCurrent(int thread) {
+    current_ = thread;
+    threadIdx = {static_cast<unsigned>(thread), 0, 0};
+  }
   Fiber& fiber() { return fibers_[static_cast<std::size_t>(current_)]; }
 
   unsigned char* stacks_;
@@ -176,16 +181,30 @@ bool Block::IsReady(Fiber* f) {
   return f->state == State::kReady;
 }
 
+// From a thread that waits to the next of its warp that need not: what RunWarp would do, at half
+// the switches. False if there is none; when this thread runs again, it need not wait any more.
+bool Block::SwitchToNextLane() {
+  Fiber& own = fiber();
+  const int last = current_ | 31;
+  for (int thread = current_ + 1; thread <= last; ++thread) {
+    Fiber& next = fibers_[static_cast<std::size_t>(thread)];
+    if (!IsReady(&next)) continue;
+    SetCurrent(thread);
+    SwitchFiber(&own.stack, next.stack);
+    return true;
+  }
+  return false;
+}
+
 // Lanes in turn until all of them wait, or others are let run first. Whether any lane ran.
 bool Block::RunWarp(int warp) {
   bool any = false;
   for (bool more = true; more;) {
     more = false;
     for (int lane = 0; lane < 32; ++lane) {
-      current_ = warp * 32 + lane;
+      SetCurrent(warp * 32 + lane);
       if (!IsReady(&fiber())) continue;
       any = more = true;
-      threadIdx = {static_cast<unsigned>(current_), 0, 0};
       SwitchFiber(&scheduler_stack_, fiber().stack);
     }
     if (random_() % 8 == 0) break;
@@ -388,16 +407,15 @@ void MmaHalves(const std::array<float*, 4>& d, const std::array<std::uint32_t, 4
   for (std::size_t i = 0; i < 4; ++i) own[8 + i] = HalfOf(b[i / 2], i % 2);
   const std::array<HalfOperands, 32>& all = AllOperands(Block::Get().warp().halves, own);
   const auto lane = static_cast<std::size_t>(Lane());
-  for (std::size_t i = 0; i < 4; ++i) {
-    const HalfOperands* row = &all[lane / 4 * 4];
-    const HalfOperands* column = &all[(2 * (lane % 4) + i % 2) * 4];
-    float sum = c[i];
-    for (std::size_t k = 0; k < 16; ++k) {
-      sum += row[k % 8 / 2][2 * (i / 2 + k / 8 * 2) + k % 2] *
-             column[k % 8 / 2][8 + k / 8 * 2 + k % 2];
+  std::array<float, 4> sums = c;
+  for (std::size_t k = 0; k < 16; ++k) {  // outside, so that sums need not wait for each other
+    for (std::size_t i = 0; i < 4; ++i) {
+      const HalfOperands& row = all[lane / 4 * 4 + k % 8 / 2];
+      const HalfOperands& column = all[(2 * (lane % 4) + i % 2) * 4 + k % 8 / 2];
+      sums[i] += row[2 * (i / 2 + k / 8 * 2) + k % 2] * column[8 + k / 8 * 2 + k % 2];
     }
-    *d[i] = sum;
   }
+  for (std::size_t i = 0; i < 4; ++i) *d[i] = sums[i];
 }
 
 }  // namespace fathom::emulation

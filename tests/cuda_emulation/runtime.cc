@@ -49,7 +49,8 @@ struct Allocation {
 };
 
 std::map<const void*, Allocation> allocations;  // by where they start
-int n_recording = 0;                            // streams
+std::size_t device_bytes_used = 0;
+int n_recording = 0;  // streams
 cudaError_t last_error = cudaSuccess;
 
 std::size_t RoundUp(std::size_t n, std::size_t unit) { return (n + unit - 1) / unit * unit; }
@@ -62,6 +63,9 @@ cudaError_t Failed(cudaError_t error) {
 cudaError_t Allocate(void** p, std::size_t bytes, bool on_device) {
   if (n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
   const std::size_t aligned = RoundUp(bytes, kAlignment), usable = RoundUp(aligned, kPage);
+  if (on_device && aligned > kDeviceBytes - device_bytes_used) {
+    return Failed(cudaErrorMemoryAllocation);
+  }
   void* mapped =
       mmap(nullptr, usable + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return Failed(cudaErrorMemoryAllocation);
@@ -70,6 +74,7 @@ cudaError_t Allocate(void** p, std::size_t bytes, bool on_device) {
   std::memset(first, kPattern, usable);
   *p = first + (usable - aligned);
   allocations[*p] = {first, usable + kPage, bytes, on_device};
+  if (on_device) device_bytes_used += aligned;
   return cudaSuccess;
 }
 
@@ -86,6 +91,7 @@ cudaError_t Free(void* p, bool on_device) {
       !std::all_of(static_cast<const unsigned char*>(a.mapped), start, is_pattern)) {
     Fail("something wrote beside an allocation of %zu bytes", a.bytes);
   }
+  if (on_device) device_bytes_used -= RoundUp(a.bytes, kAlignment);
   munmap(a.mapped, a.mapped_bytes);
   allocations.erase(found);
   return cudaSuccess;
@@ -211,7 +217,8 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int /*device*/) 
   return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
-  *free = *total = fathom::emulation::kDeviceBytes;
+  *total = fathom::emulation::kDeviceBytes;
+  *free = *total - fathom::emulation::device_bytes_used;
   return cudaSuccess;
 }
 
