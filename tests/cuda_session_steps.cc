@@ -113,6 +113,13 @@ TEST_F(CudaSession, Truncation) {
   pair.Steps(2);
 }
 
+// Up to the last token of a context that is not a whole number of blocks.
+TEST_F(CudaSession, EndOfTheContext) {
+  SessionPair pair({"fathom:k=100,min=0", 64, 2, 2, 331});
+  pair.Prefill(318);
+  pair.Steps(13);
+}
+
 // An index that is made again has other statistics, codes and factors.
 TEST_F(CudaSession, IndexMadeAgain) {
   SessionPair pair({"fathom:k=128,min=0"});

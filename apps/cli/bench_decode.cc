@@ -216,12 +216,12 @@ void PrintTable(const std::vector<Sample>& samples, const std::vector<std::int64
     const Sample* best = BestRival(samples, context);
     for (const Sample& sample : samples) {
       if (sample.context != context) continue;
-      const bool attention_known = context != kBaseContext;
+      // That of steps wholly on a device is not timed by itself.
+      const bool known = sample.ours ? sample.attention_ms > 0 : context != kBaseContext;
       table.Add({sample.runner, Grouped(context), Fixed(1000 / sample.step_ms, 1),
-                 Fixed(sample.step_ms, 2),
-                 attention_known || sample.ours ? Fixed(sample.attention_ms, 2) : "-",
+                 Fixed(sample.step_ms, 2), known ? Fixed(sample.attention_ms, 2) : "-",
                  best != nullptr ? Fixed(best->step_ms / sample.step_ms, 2) + "x" : "-",
-                 best != nullptr && attention_known
+                 best != nullptr && known && context != kBaseContext
                      ? Fixed(best->attention_ms / std::max(sample.attention_ms, 1e-6), 2) + "x"
                      : "-",
                  sample.ours ? Fixed(sample.read_bits, 1) : "-",

@@ -99,8 +99,10 @@ AttentionStep::AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens)
 
   staged_.Reserve(Size(heads * attended_.capacity * 2 * dim));
   n_splits_ = AttendSplits(static_cast<std::int32_t>(heads), attended_.capacity);
-  part_out_.Reserve(Size(lists * n_splits_ * dim));
-  part_.Reserve(Size(lists * n_splits_));
+  dense_splits_ = AttendSplits(static_cast<std::int32_t>(heads), sizes.max_tokens);
+  const std::int64_t most_splits = std::max(n_splits_, dense_splits_);
+  part_out_.Reserve(Size(lists * most_splits * dim));
+  part_.Reserve(Size(lists * most_splits));
   lse_.Reserve(Size(lists));
   unit_mass_.Reserve(Size(lists));
   mass_.Reserve(Size(lists));
@@ -190,6 +192,7 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
                                  const StageFn& on_stage) {
   const HeadGeometry& heads = sizes_.heads;
   const std::int32_t group = heads.group(), n_heads = sizes_.n_heads();
+  const std::int32_t n_splits = index == nullptr ? dense_splits_ : n_splits_;
   const float scale = 1.0F / std::sqrt(static_cast<float>(heads.head_dim));
   Gather(
       GatherRows{heads.head_dim, n_heads, heads.n_kv_heads, rows.source, attended_, staged_.data()},
@@ -207,7 +210,7 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
                     .q = q,
                     .limit = nullptr,
                     .n_values = nullptr,
-                    .n_splits = n_splits_,
+                    .n_splits = n_splits,
                     .part_out = part_out_.data(),
                     .part = part_.data()},
          stream);
@@ -219,7 +222,7 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
             cut_.data(),  index->offset(),   index->noise(), scale,
             kLeastShare,  unit_mass_.data(), mass_.data(),   least_mass_.data()};
   }
-  Merge(MergeParts{heads.head_dim, group, n_heads, heads.n_kv_heads, n_splits_, part_out_.data(),
+  Merge(MergeParts{heads.head_dim, group, n_heads, heads.n_kv_heads, n_splits, part_out_.data(),
                    part_.data(), nullptr, out, lse_.data(), mass},
         stream);
   if (rest) {

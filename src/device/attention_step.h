@@ -106,7 +106,8 @@ class AttentionStep {
   std::int64_t sample_stride_ = 0;
   std::int64_t score_stride_ = 0;  // units of the index
   std::int64_t rest_stride_ = 0;   // blocks
-  std::int32_t n_splits_ = 1;
+  std::int32_t n_splits_ = 1;      // of heads that attend to winners
+  std::int32_t dense_splits_ = 1;  // of layers without an index
   std::int32_t weigh_splits_ = 1;
 
   DeviceBuffer<Lengths> lengths_;  // [3][batch]
