@@ -191,7 +191,9 @@ TEST_F(CudaSession, MemoryThatCannotBeRegistered) {
   int held = 0;
   cuda::HostPinner pinner;
   pinner.begin = [] { return std::string(); };
-  pinner.pin = [&](std::byte*, std::size_t) { return std::string(++held < 3 ? "" : "not allowed"); };
+  pinner.pin = [&](std::byte*, std::size_t) {
+    return std::string(++held < 3 ? "" : "not allowed");
+  };
   pinner.unpin = [&](std::byte*) { --held; };
   SessionPair pair({"fathom:k=128,min=0"}, pinner);
   pair.Prefill(300);
