@@ -34,7 +34,7 @@ class HostPins {
   // Until all that was asked for is registered. Returns why it is not, for good, or nothing: the
   // system refused, or too little memory would have been left.
   std::string Wait();
-  // Stops, and unregisters all; after a refusal, which stays. No work of the device may be left.
+  // Stops for good, and unregisters all. No work of the device on it may be left.
   void Release();
 
  private:
