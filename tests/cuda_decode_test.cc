@@ -36,7 +36,7 @@ class CudaDecode : public ::testing::Test {
 
 // Three layers of two KV heads, each of two query heads.
 const std::shared_ptr<const Model>& Tiny() {
-  static const std::shared_ptr<const Model> model = [] {
+  static const std::shared_ptr<const Model> kModel = [] {
     TinyModel spec;
     spec.architecture = "qwen3";
     spec.n_layers = 3;
@@ -47,7 +47,7 @@ const std::shared_ptr<const Model>& Tiny() {
     EXPECT_TRUE(WriteTinyModel(spec, path));
     return Model::Open(path);
   }();
-  return model;
+  return kModel;
 }
 
 SessionOptions Options(const std::string& method, const std::string& decode_attention) {
