@@ -133,6 +133,9 @@ class LabelIndex final : public IndexScan {
   struct Layer {
     const LabelPiece* pieces;  // [n_heads]
     HostSegments codes, scales;
+    // Of tables by token: the queries' channels that are the table's, [n_heads][n_channels]; null:
+    // the first ones.
+    const std::int32_t* channels = nullptr;
   };
   struct Shape {
     LabelLayout layout = LabelLayout::kTokens;

@@ -310,6 +310,10 @@ inline int __dp4a(int a, int b, int c) {
   }
   return c;
 }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  for (int i = 0; i < 32; i += 8) c += ((a >> i) & 0xFF) * ((b >> i) & 0xFF);
+  return c;
+}
 inline unsigned __funnelshift_l(unsigned low, unsigned high, int shift) {
   return static_cast<unsigned>((((std::uint64_t{high} << 32) | low) << (shift & 31)) >> 32);
 }

@@ -98,8 +98,9 @@ __global__ void __launch_bounds__(kThreads) ChannelKernel(ChannelPlan p, bool ch
   if (!chosen) return;
   p.channels[std::int64_t{head} * p.r + at] = static_cast<std::int16_t>(j);
   p.scan_channels[std::int64_t{head} * p.r + at] = j;
+  const int from = p.fixed != nullptr ? p.fixed[std::int64_t{head} * p.r + at] : j;
   for (int h = 0; h < p.group; ++h) {
-    p.chosen_q[(std::int64_t{head} * p.group + h) * p.r + at] = q[h * p.head_dim + j];
+    p.chosen_q[(std::int64_t{head} * p.group + h) * p.r + at] = q[h * p.head_dim + from];
   }
 }
 
