@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <span>
 #include <string>
@@ -40,7 +41,7 @@ TEST_F(CudaStep, CapturedRowsRepeat) {
       for (std::int32_t layer = 0; layer < 3; ++layer) {
         const cuda::LayerRows made = run.rows->Of(layer);
         for (std::int32_t h = 0; h < run.sizes.n_heads(); ++h) {
-          ASSERT_EQ(Halfs(made.source.rows, h, run.modulus * row),
+          ASSERT_EQ(HostHalfs(made.source.rows, h, run.modulus * row),
                     run.Rows(layer, h, 0, run.modulus))
               << "layer " << layer << ", head " << h;
           const cuda::Resident& resident = made.source.resident;
@@ -68,7 +69,7 @@ TEST_F(CudaStep, CapturedValueMeansAreTheBlocks) {
       ValueMeans expected(64, ResidualRule::kBlock);
       expected.MoveTo(run.Rows(layer, h, 0, blocks * kBlockTokens).data(), blocks * kBlockTokens,
                       kSinks);
-      ASSERT_EQ(Halfs(made.value_means, h, blocks * 64),
+      ASSERT_EQ(DeviceHalfs(made.value_means, h, blocks * 64),
                 std::vector<Half>(expected.block_means(), expected.block_means() + blocks * 64))
           << "layer " << layer << ", head " << h;
       // The host leaves the sinks out, once.
@@ -188,49 +189,60 @@ std::vector<float> ScoresOf(const CapturedRun& run, std::int32_t layer, std::int
   return scores;
 }
 
-// exact: the same tokens; else, where scores are sums of floats in another order, equally good
-// ones.
-void ExpectHostWinners(CapturedRun* run, const std::string& spec, bool exact) {
-  SCOPED_TRACE(testing::Message() << spec << (run->place.on_host ? ", host" : ", HBM") << ", batch "
-                                  << run->sizes.batch << ", " << run->n_tokens << " tokens");
+// kScores: tokens with equally good scores, where these are floats added up in another order.
+// kNearly: as many tokens for each query head, of which two may be others.
+enum class Equal { kTokens, kScores, kNearly };
+
+// What head h attended in the last step.
+void ExpectWinnersOf(const CapturedRun& run, std::int32_t layer, std::int32_t h,
+                     const std::vector<float>& q, const AttendedTokens& expected, Equal equal) {
+  const cuda::Attended& list = run.attention.attended();
+  const std::int32_t count = ToHost(list.count + h, 1).front();
+  ASSERT_FALSE(expected.tokens.empty());
+  ASSERT_GE(count, 0);
+  const auto tokens = ToHost(list.tokens + h * list.capacity, Size(count));
+  const auto mask = ToHost(list.mask + h * list.capacity, Size(count));
+  if (equal == Equal::kTokens) {
+    ASSERT_EQ(tokens, std::vector<std::int32_t>(expected.tokens.begin(), expected.tokens.end()));
+    ASSERT_EQ(mask, std::vector<std::uint16_t>(expected.mask.begin(), expected.mask.end()));
+    return;
+  }
+  const std::int32_t group = run.sizes.heads.group();
+  for (std::int32_t g = 0; g < group; ++g) {
+    const float* of_list = q.data() + Size((h * group + g) * run.sizes.heads.head_dim);
+    const auto scores = ScoresOf(run, layer, h, of_list, g, tokens, mask);
+    const auto wanted = ScoresOf(run, layer, h, of_list, g, expected.tokens, expected.mask);
+    ASSERT_EQ(scores.size(), wanted.size());
+    if (equal == Equal::kScores) {
+      EXPECT_TRUE(Near(scores, wanted, 1e-5));
+      continue;
+    }
+    std::vector<float> others;
+    std::ranges::set_difference(scores, wanted, std::back_inserter(others), std::greater<>());
+    EXPECT_LE(others.size(), 2U) << "query head " << g;
+  }
+}
+
+void ExpectHostWinners(CapturedRun* run, const std::string& spec, Equal equal = Equal::kTokens) {
   std::vector<std::unique_ptr<HostSession>> hosts;
   for (int s = 0; s < run->sizes.batch; ++s) {
     hosts.push_back(std::make_unique<HostSession>(*run, s, spec));
   }
-  const std::int32_t n_kv = run->sizes.heads.n_kv_heads, group = run->sizes.heads.group();
-  const std::size_t dim = Size(run->sizes.heads.head_dim);
+  const std::int32_t n_kv = run->sizes.heads.n_kv_heads;
+  const std::int64_t width = std::int64_t{run->sizes.heads.n_heads} * run->sizes.heads.head_dim;
   for (int step = 0; step < 2; ++step) {
     for (std::int32_t layer = 0; layer < run->sizes.n_layers; ++layer) {
       run->Record(layer, run->stream.get());
       run->stream.Wait();
       const auto q = ToHost(run->q.data(), run->q.size());
-      const cuda::Attended& list = run->attention.attended();
-      const auto count = ToHost(list.count, Size(run->sizes.n_heads()));
       for (std::int32_t h = 0; h < run->sizes.n_heads(); ++h) {
+        SCOPED_TRACE(testing::Message() << spec << (run->place.on_host ? ", host" : ", HBM")
+                                        << ", batch " << run->sizes.batch << ", layer " << layer
+                                        << ", head " << h << ", step " << step);
         HostSession& host = *hosts[Size(h / n_kv)];
-        if (h % n_kv == 0) {
-          const auto first = q.begin() + h * group * run->sizes.heads.head_dim;
-          host.Attend(layer, {first, first + run->sizes.heads.n_heads * run->sizes.heads.head_dim});
-        }
-        const AttendedTokens expected = host.attended(h % n_kv);
-        ASSERT_FALSE(expected.tokens.empty());
-        ASSERT_GE(count[Size(h)], 0);
-        const auto tokens = ToHost(list.tokens + h * list.capacity, Size(count[Size(h)]));
-        const auto mask = ToHost(list.mask + h * list.capacity, tokens.size());
-        if (exact) {
-          ASSERT_EQ(tokens,
-                    std::vector<std::int32_t>(expected.tokens.begin(), expected.tokens.end()))
-              << "layer " << layer << ", head " << h << ", step " << step;
-          ASSERT_EQ(mask, std::vector<std::uint16_t>(expected.mask.begin(), expected.mask.end()));
-          continue;
-        }
-        for (std::int32_t g = 0; g < group; ++g) {
-          const float* of_list = q.data() + Size(h * group + g) * dim;
-          const auto scores = ScoresOf(*run, layer, h, of_list, g, tokens, mask);
-          const auto wanted = ScoresOf(*run, layer, h, of_list, g, expected.tokens, expected.mask);
-          ASSERT_EQ(scores.size(), wanted.size());
-          EXPECT_TRUE(Near(scores, wanted, 1e-5)) << "layer " << layer << ", head " << h;
-        }
+        const auto first = q.begin() + h / n_kv * width;
+        if (h % n_kv == 0) host.Attend(layer, {first, first + width});
+        ExpectWinnersOf(*run, layer, h, q, host.attended(h % n_kv), equal);
       }
     }
     run->keys->NextStep(run->stream.get());
@@ -247,7 +259,7 @@ TEST_F(CudaStep, CapturedStatisticsAreTheHosts) {
       const std::string device(std::string(spec).substr(0, std::string(spec).find(",basis")));
       CapturedRun run(path, kHeads, 2, 1, kTile, device, on_host);
       EXPECT_FALSE(run.index->is_random());
-      ExpectHostWinners(&run, spec, true);
+      ExpectHostWinners(&run, spec);
     }
   }
 }
@@ -260,11 +272,11 @@ TEST_F(CudaStep, CapturedTablesRepeat) {
     for (const char* spec : {"sparq:r=16", "thumbnail", "full4"}) {
       CapturedRun run(path, kHeads, 2, 2, 1300, spec, on_host);
       EXPECT_FALSE(run.index->is_random());
-      ExpectHostWinners(&run, spec, true);
+      ExpectHostWinners(&run, spec);
     }
     CapturedRun run(path, kHeads, 2, 2, 1300, "exact", on_host);
     EXPECT_FALSE(run.index->is_random());
-    ExpectHostWinners(&run, "exact", false);
+    ExpectHostWinners(&run, "exact", Equal::kScores);
   }
 }
 
@@ -292,7 +304,7 @@ TEST_F(CudaStep, CapturedKeysOfAModel) {
   const HeadGeometry heads = CaptureFile(path).geometry().heads;
   for (const char* spec : {"fathom:bits=28", "sparq:r=32", "double-sparsity"}) {
     CapturedRun run(path, heads, 1, 1, 960, spec, true);
-    ExpectHostWinners(&run, spec, true);
+    ExpectHostWinners(&run, spec);
   }
 }
 
@@ -344,7 +356,7 @@ TEST_F(CudaStep, SyntheticStepsFindTheirKeys) {
       for (std::int32_t h = 0; h < run.sizes.n_heads(); ++h) {
         ASSERT_GE(count[Size(h)], kK - 8) << "head " << h;
         if (!own) continue;
-        const auto rows = Halfs(run.rows->Of(1).source.rows, h, kTokens * 128);
+        const auto rows = HostHalfs(run.rows->Of(1).source.rows, h, kTokens * 128);
         std::vector<std::pair<double, std::int32_t>> best;
         for (std::int32_t i = kSinks; i < kTokens - kWindow; ++i) {
           double score = 0;
@@ -369,10 +381,15 @@ TEST_F(CudaStep, SyntheticStepsFindTheirKeys) {
   }
 }
 
-TEST_F(CudaStep, WhatHoldsRandomCodesSaysSo) {
+// Loki maps queries to its basis, on the host in another order of additions.
+TEST_F(CudaStep, CapturedPrincipalComponents) {
   const TempDir folder;
-  const CapturedRun run(WriteCapture(folder), kHeads, 1, 1, kTile, "loki:r=16", true);
-  EXPECT_TRUE(run.index->is_random());
+  const std::string path = WriteCapture(folder);
+  for (const bool on_host : {false, true}) {
+    CapturedRun run(path, kHeads, 2, 1, kTile, "loki:r=16", on_host);
+    EXPECT_FALSE(run.index->is_random());
+    ExpectHostWinners(&run, "loki:r=16", Equal::kNearly);
+  }
 }
 
 TEST_F(CudaStep, CapturesThatDoNotFitAreRefused) {

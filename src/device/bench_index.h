@@ -27,8 +27,7 @@ struct BenchMethod {
   double bits = 28;    // kMean
   double budget = 48;  // kPaper
   LabelIndex::Shape labels;
-  // What the labels are coordinates of. kPrincipal: in a basis of the keys, which no device maps
-  // queries to; such tables hold random codes.
+  // Which coordinates of the keys the labels are: all channels, fixed ones, principal components.
   enum class Coordinates { kAll, kLargest, kPrincipal };
   Coordinates coordinates = Coordinates::kAll;
   std::int32_t chunk = 1;  // kKeys: tokens per key

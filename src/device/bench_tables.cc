@@ -40,9 +40,8 @@ class LabelBench final : public BenchIndex {
   LabelBench(const BenchMethod& method, const BenchParts& parts)
       : place_(parts.place),
         shape_(method.labels),
-        largest_(method.coordinates == BenchMethod::Coordinates::kLargest),
-        random_(parts.keys->tiling() == nullptr ||
-                method.coordinates == BenchMethod::Coordinates::kPrincipal),
+        coordinates_(method.coordinates),
+        random_(parts.keys->tiling() == nullptr),
         memory_(parts.arena, place_.on_host),
         index_(parts.sizes(), method.labels, place_.on_host) {
     std::vector<LabelIndex::Layer> made;
@@ -99,47 +98,64 @@ class LabelBench final : public BenchIndex {
     return {pieces_.back().data(),
             {segments_[segments_.size() - 2].data(), 1, segment_blocks},
             {segments_.back().data(), 1, segment_blocks},
-            channels_.empty() ? nullptr : channels_.back().data()};
+            channels_.empty() ? nullptr : channels_.back().data(),
+            maps_.empty() ? nullptr : maps_.back().data()};
+  }
+
+  // A sample's table, and what a query needs to know of it.
+  struct Packed {
+    LabelTable table;
+    std::vector<std::int32_t> channels;  // of the basis
+    Basis basis;
+  };
+
+  Packed PackSample(BenchKeys* keys, std::int32_t set, std::int32_t sample,
+                    const Backend& backend) const {
+    using Coordinates = BenchMethod::Coordinates;
+    const auto n = static_cast<std::int32_t>(table_channels());
+    Packed packed{LabelTable({shape_.layout, shape_.planes, n}), AllChannels(n),
+                  RawBasis(place_.sizes.heads.head_dim, {})};
+    if (coordinates_ == Coordinates::kLargest) {
+      packed.channels = LargestChannels(keys->Stats(set, sample, BasisRule::kRaw, true), n);
+    } else if (coordinates_ == Coordinates::kPrincipal) {
+      packed.basis = keys->Stats(set, sample, BasisRule::kKlt, false).basis;
+    }
+    const SampleRows rows = keys->Sample(set, sample);
+    packed.table.AppendRows(rows.rows, packed.basis, packed.channels, rows.n_blocks, backend);
+    return packed;
   }
 
   // The keys that repeat are packed once, on the host, and their blocks copied to where they recur.
   void PackLayer(std::int32_t layer, const BenchParts& parts, std::byte* codes,
                  std::int64_t code_bytes, std::byte* scales, std::int64_t scale_bytes) {
     BenchKeys& keys = *parts.keys;
-    const std::int32_t set = layer % keys.n_sets(), dim = place_.sizes.heads.head_dim;
-    std::vector<LabelTable> tables;
-    std::vector<std::vector<std::int32_t>> channels(Size(keys.n_samples()));
-    for (std::int32_t s = 0; s < keys.n_samples(); ++s) {
-      tables.emplace_back(
-          LabelShape{shape_.layout, shape_.planes, static_cast<std::int32_t>(table_channels())});
-    }
+    const std::int32_t set = layer % keys.n_sets();
+    std::vector<Packed> packed(Size(keys.n_samples()));
     const auto backend = MakeBackend("cpu", 0);
-    ParallelFor(keys.n_samples(), backend->n_threads(), [&](std::int64_t i) {
-      const auto s = static_cast<std::int32_t>(i);
-      const SampleRows rows = keys.Sample(set, s);
-      channels[Size(i)] =
-          largest_ ? LargestChannels(keys.Stats(set, s, BasisRule::kRaw, true), shape_.n_channels)
-                   : AllChannels(table_channels());
-      tables[Size(i)].AppendRows(rows.rows, RawBasis(dim, {}), channels[Size(i)], rows.n_blocks,
-                                 *backend);
+    ParallelFor(keys.n_samples(), backend->n_threads(), [&](std::int64_t s) {
+      packed[Size(s)] = PackSample(&keys, set, static_cast<std::int32_t>(s), *backend);
     });
-    Put(tables, true, code_rows(), code_item(), parts, codes, code_bytes);
-    Put(tables, false, table_channels(), sizeof(Half), parts, scales, scale_bytes);
-    if (!largest_) return;
-    std::vector<std::int32_t> all;
+    Put(packed, true, code_rows(), code_item(), parts, codes, code_bytes);
+    Put(packed, false, table_channels(), sizeof(Half), parts, scales, scale_bytes);
+    std::vector<std::int32_t> channels;
+    std::vector<float> map;
     for (std::int32_t h = 0; h < place_.sizes.n_heads(); ++h) {
-      const std::vector<std::int32_t>& one = channels[Size(keys.SampleOf(h))];
-      all.insert(all.end(), one.begin(), one.end());
+      const Packed& one = packed[Size(keys.SampleOf(h))];
+      channels.insert(channels.end(), one.channels.begin(), one.channels.end());
+      for (std::size_t d = 0; d < one.basis.query_map.size(); d += Size(one.basis.dim)) {
+        for (const std::int32_t c : one.channels) map.push_back(one.basis.query_map[d + Size(c)]);
+      }
     }
-    channels_.push_back(ToDevice(all));
+    if (coordinates_ == BenchMethod::Coordinates::kLargest) channels_.push_back(ToDevice(channels));
+    if (coordinates_ == BenchMethod::Coordinates::kPrincipal) maps_.push_back(ToDevice(map));
   }
 
   // Codes or scales of all heads, also of the blocks that fill the last tile up.
-  void Put(const std::vector<LabelTable>& tables, bool codes, std::int64_t n_rows,
-           std::int64_t item, const BenchParts& parts, std::byte* to, std::int64_t head_bytes) {
+  void Put(const std::vector<Packed>& packed, bool codes, std::int64_t n_rows, std::int64_t item,
+           const BenchParts& parts, std::byte* to, std::int64_t head_bytes) {
     std::vector<std::byte> all;
-    for (const LabelTable& table : tables) {
-      const std::vector<std::byte> one = JoinRows(table, codes, n_rows, item);
+    for (const Packed& sample : packed) {
+      const std::vector<std::byte> one = JoinRows(sample.table, codes, n_rows, item);
       all.insert(all.end(), one.begin(), one.end());
     }
     const DeviceBuffer<std::byte> from = ToDevice(all);
@@ -154,12 +170,14 @@ class LabelBench final : public BenchIndex {
 
   const BenchPlace place_;
   const LabelIndex::Shape shape_;
-  const bool largest_, random_;
+  const BenchMethod::Coordinates coordinates_;
+  const bool random_;
   Memory memory_;
   LabelIndex index_;
   std::vector<DeviceBuffer<const std::byte*>> segments_;
   std::vector<DeviceBuffer<LabelPiece>> pieces_;
-  std::vector<DeviceBuffer<std::int32_t>> channels_;
+  std::vector<DeviceBuffer<std::int32_t>> channels_;  // as LabelIndex::Layer has them
+  std::vector<DeviceBuffer<float>> maps_;
 };
 
 // Keys themselves, or the means of chunks; of keys that do not repeat normal numbers.

@@ -57,7 +57,8 @@ void LabelIndex::Plan(std::int32_t layer, const float* q, cudaStream_t stream) {
                          channels_.data(),
                          n_rows_.data(),
                          q_.data(),
-                         layers_[Size(layer)].channels};
+                         layers_[Size(layer)].channels,
+                         layers_[Size(layer)].map};
   shape_.layout == LabelLayout::kChannels ? PlanChannels(plan, stream) : TakeChannels(plan, stream);
 }
 

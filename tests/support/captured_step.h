@@ -130,9 +130,16 @@ class CapturedRun {
   std::unique_ptr<cuda::BenchRows> rows;
 };
 
-// What of a head is in memory that an array of addresses says.
-inline std::vector<Half> Halfs(const Half* const* addresses, std::int32_t head, std::int64_t n) {
+// n halfs of a head, at the address that a device array gives: memory of the device, or of the
+// host.
+inline std::vector<Half> DeviceHalfs(const Half* const* addresses, std::int32_t head,
+                                     std::int64_t n) {
   return ToHost(ToHost(addresses + head, 1).front(), Size(n));
+}
+inline std::vector<Half> HostHalfs(const Half* const* addresses, std::int32_t head,
+                                   std::int64_t n) {
+  const Half* at = ToHost(addresses + head, 1).front();
+  return {at, at + n};
 }
 
 }  // namespace fathom::test
