@@ -93,7 +93,8 @@ TEST_F(CudaStepBench, CapturedKeys) {
   }
 }
 
-// The multiplier was fitted on the capture's earlier queries, which are like the timed ones here.
+// The multiplier was fitted on the capture's earlier queries, which are like the timed ones here
+// and eight times those of the dense layers.
 TEST_F(CudaStepBench, CapturedQueriesReadTheBitsAskedFor) {
   const TempDir folder;
   StepBenchOptions options = Options("fathom:bits=28");

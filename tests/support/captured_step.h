@@ -41,8 +41,9 @@ inline std::string WriteCapture(const TempDir& folder, HeadGeometry heads = kHea
     const std::int32_t width = heads.n_kv_heads * heads.head_dim;
     std::vector<float> k = RandomData(DataKind::kNormal, n_tokens, width, seed);
     for (float& x : k) x *= layer == 2 ? 1.0F : 0.2F;
-    writer.Write(layer, 0, n_tokens,
-                 RandomNormal(n_tokens * heads.n_heads * heads.head_dim, seed + 9).data(), k.data(),
+    std::vector<float> q = RandomNormal(n_tokens * heads.n_heads * heads.head_dim, seed + 9);
+    for (float& x : q) x *= 8;  // unlike those of the dense layers
+    writer.Write(layer, 0, n_tokens, q.data(), k.data(),
                  RandomNormal(n_tokens * width, seed + 20).data());
   }
   writer.Commit();
