@@ -107,6 +107,12 @@ TEST(CudaEmulation, BytesOfAMatrixProduct) {
   });
 }
 
+// Bytes are signed or not as the words are.
+TEST(CudaEmulation, BytesOfADotProduct) {
+  EXPECT_EQ(__dp4a(0x01FF0201, 0x01010103, 10), 10 + 1 - 1 + 2 + 3);
+  EXPECT_EQ(__dp4a(0x01FF0201u, 0x01010103u, 10u), 10u + 1 + 255 + 2 + 3);
+}
+
 // Row r of matrix i holds 64 i + 8 r + column.
 TEST(CudaEmulation, MatricesOfHalves) {
   RunBlocks(1, [] {

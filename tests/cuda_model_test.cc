@@ -32,6 +32,9 @@ namespace fathom::testing {
 namespace {
 
 const std::string kBundled = FATHOM_SOURCE_DIR "/models/fathom-recall-15m-q8_0.gguf";
+const std::string kNote = "The access code of the north tower is 8306194.\n\nThe weather was fine.";
+const std::string kQuestion = "The access code of the north tower is";
+const std::string kAnswer = "8306194";
 
 // Why no CUDA device can be used here, or nothing.
 std::string CudaReason() {
@@ -354,18 +357,15 @@ TEST_F(CudaModel, SessionsAgreeWithTheCpu) {
 
 // What the model is sure of it says on both.
 TEST_F(CudaModel, AnswersAreThoseOfTheCpu) {
-  const std::string text =
-      "The access code of the north tower is 8306194.\n\nThe weather was fine.\n\nThe access code "
-      "of the north tower is";
   for (const char* device : {"cpu", "cuda"}) {
     SessionOptions options;
     options.ctx_size = 128;
     options.device = device;
     Session session(Bundled(), options);
-    session.Prefill(Bundled()->Tokenize(text, false));
+    session.Prefill(Bundled()->Tokenize(kNote + "\n\n" + kQuestion, false));
     session.BuildIndex();
     const std::string answer = Generate(session, {8, {}}).text;
-    EXPECT_NE(answer.find("8306194"), std::string::npos) << device << ": " << answer;
+    EXPECT_NE(answer.find(kAnswer), std::string::npos) << device << ": " << answer;
   }
 }
 
@@ -418,6 +418,16 @@ TEST_F(CudaCli, DevicesThatAreNotThere) {
   ExpectError(run + "tpu", 2, {"'tpu'", "cpu, cuda"});
   if (CudaReason().empty()) GTEST_SKIP() << "this machine has a CUDA device";
   ExpectError(run + "cuda", 1, {"device 'cuda'", "use device 'cpu'"});
+}
+
+TEST_F(CudaCli, AnswersOnTheDevice) {
+  const std::string reason = CudaReason();
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  const std::string document = Write("note.txt", kNote);
+  const test::ProgramResult result = Run("run -m " + test::Quoted(kBundled) + " -f " + document +
+                                         " -p '" + kQuestion + "' --no-chat -n 8 --device cuda");
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_NE(result.out.find(kAnswer), std::string::npos) << result.out;
 }
 #endif
 
