@@ -31,8 +31,12 @@ function(fathom_test name)
   target_compile_definitions(${name} PRIVATE FATHOM_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE fathom_warnings fathom::fathom GTest::gtest_main ${ARG_DEPS})
   # Tests share the processors: a thread that spins while it waits takes the time of the one it waits for.
-  gtest_discover_tests(${name} ${ARG_DISCOVER} PROPERTIES LABELS "${ARG_LABELS}" TIMEOUT ${ARG_TIMEOUT}
-                       ENVIRONMENT "OMP_WAIT_POLICY=passive" DISCOVERY_TIMEOUT 60)
+  gtest_discover_tests(${name} ${ARG_DISCOVER} PROPERTIES TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT "OMP_WAIT_POLICY=passive"
+                       DISCOVERY_TIMEOUT 60)
+  # Labels by a file of their own: as a property above, the second label would be taken for the name of the next one.
+  set(labels ${CMAKE_CURRENT_BINARY_DIR}/${name}_labels.cmake)
+  file(WRITE ${labels} "if(${name}_TESTS)\n  set_tests_properties(\${${name}_TESTS} PROPERTIES LABELS \"${ARG_LABELS}\")\nendif()\n")
+  set_property(DIRECTORY APPEND PROPERTY TEST_INCLUDE_FILES ${labels})
 endfunction()
 
 # fathom_cuda(NAME): the CUDA sources of a module. Code for compute capability 9.0, and PTX for every device from 8.0 on. The

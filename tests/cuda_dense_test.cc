@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "backend/cuda/buffer.h"
 #include "backend/cuda/cuda_backend.h"
 #include "model/cuda/dense.h"
+#include "support/error_of.h"
 
 namespace fathom::test {
 namespace {
@@ -25,7 +27,7 @@ class CudaDense : public testing::Test {
   }
 };
 
-TEST_F(CudaDense, GreedyTakesTheFirstOfTheBest) {
+std::shared_ptr<const cuda::DeviceWeights> TinyWeights() {
   cuda::DenseShape shape;
   shape.n_layers = 1;
   shape.n_embd = shape.n_ff = 64;
@@ -34,7 +36,11 @@ TEST_F(CudaDense, GreedyTakesTheFirstOfTheBest) {
   shape.tied_output = true;
   shape.rms_eps = 1e-6F;
   shape.rope.n_dims = 16;
-  cuda::DenseOps ops(cuda::DeviceWeights::Random(shape, 1), 4);
+  return cuda::DeviceWeights::Random(shape, 1);
+}
+
+TEST_F(CudaDense, GreedyTakesTheFirstOfTheBest) {
+  cuda::DenseOps ops(TinyWeights(), 4);
   std::vector<float> logits(4 * 3001, -1.0F);
   constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
   logits[2000] = logits[1500] = logits[2999] = 3;
@@ -105,6 +111,21 @@ TEST_F(CudaDense, PassesCanBeCaptured) {
     EXPECT_EQ(result(), expected) << n;
     EXPECT_NE(expected[0], 0.0F);
   }
+}
+
+TEST_F(CudaDense, RefusesWhatItHasNoRoomOrKernelFor) {
+  cuda::DenseShape vast = cuda::Qwen3_8B();
+  vast.n_vocab = 2000000000;  // 30 TiB of embeddings and outputs
+  std::string text = ErrorOf(ErrorCode::kNoMemory, [&] { cuda::DeviceWeights::Random(vast, 1); });
+  EXPECT_NE(text.find("GiB of device memory"), std::string::npos) << text;
+  EXPECT_NE(text.find("choose a smaller model"), std::string::npos) << text;
+  cuda::DenseShape odd = cuda::Qwen3_8B();
+  odd.n_ff = 12289;
+  text = ErrorOf(ErrorCode::kUnsupported, [&] { cuda::DeviceWeights::Random(odd, 1); });
+  EXPECT_NE(text.find("multiples of 8"), std::string::npos) << text;
+  EXPECT_NE(text.find("4096 and 12289"), std::string::npos) << text;
+  text = ErrorOf(ErrorCode::kUsage, [] { cuda::DenseOps(TinyWeights(), 0); });
+  EXPECT_NE(text.find("0 rows"), std::string::npos) << text;
 }
 
 }  // namespace

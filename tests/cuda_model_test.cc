@@ -32,6 +32,9 @@ namespace fathom::testing {
 namespace {
 
 const std::string kBundled = FATHOM_SOURCE_DIR "/models/fathom-recall-15m-q8_0.gguf";
+const std::string kNote = "The access code of the north tower is 8306194.\n\nThe weather was fine.";
+const std::string kQuestion = "The access code of the north tower is";
+const std::string kAnswer = "8306194";
 
 // Why no CUDA device can be used here, or nothing.
 std::string CudaReason() {
@@ -327,23 +330,43 @@ TEST_F(CudaModel, ContractOfForward) {
   }
 }
 
-// Sessions use the GPU for prefill, too, and go on as those of the CPU do.
+// Sessions use the GPU for prefill, too, and go on as those of the CPU do, token by token.
 TEST_F(CudaModel, SessionsAgreeWithTheCpu) {
   const std::vector<Token> tokens = NovelTokens(*Bundled(), 700);
-  std::vector<std::vector<float>> logits;
+  std::vector<std::unique_ptr<Session>> sessions;
   for (const char* device : {"cpu", "cuda"}) {
     SessionOptions options;
     options.ctx_size = 1024;
     options.device = device;
     options.chunk = 256;
-    options.method = "fathom:bits=28,k=128";
-    Session session(Bundled(), options);
-    session.Prefill(std::span(tokens).first(650));
-    session.BuildIndex();
-    for (const Token token : std::span(tokens).subspan(650, 20)) session.Decode(token);
-    logits.emplace_back(session.logits().begin(), session.logits().end());
+    options.method = "fathom:bits=28,k=128,min=256";
+    sessions.push_back(std::make_unique<Session>(Bundled(), options));
+    sessions.back()->Prefill(std::span(tokens).first(650));
+    sessions.back()->BuildIndex();
   }
-  ExpectAgree(logits[1], logits[0], 0.05);
+  const auto expect_agree = [&] {
+    ExpectAgree(sessions[1]->logits(), sessions[0]->logits(), 0.05);
+  };
+  expect_agree();
+  for (const Token token : std::span(tokens).subspan(650, 20)) {
+    for (const auto& session : sessions) session->Decode(token);
+    expect_agree();
+  }
+  for (const auto& session : sessions) EXPECT_GT(session->method().counters().sparse_calls, 0);
+}
+
+// What the model is sure of it says on both.
+TEST_F(CudaModel, AnswersAreThoseOfTheCpu) {
+  for (const char* device : {"cpu", "cuda"}) {
+    SessionOptions options;
+    options.ctx_size = 128;
+    options.device = device;
+    Session session(Bundled(), options);
+    session.Prefill(Bundled()->Tokenize(kNote + "\n\n" + kQuestion, false));
+    session.BuildIndex();
+    const std::string answer = Generate(session, {8, {}}).text;
+    EXPECT_NE(answer.find(kAnswer), std::string::npos) << device << ": " << answer;
+  }
 }
 
 // Without a device everything says so, and nothing else breaks.
@@ -395,6 +418,16 @@ TEST_F(CudaCli, DevicesThatAreNotThere) {
   ExpectError(run + "tpu", 2, {"'tpu'", "cpu, cuda"});
   if (CudaReason().empty()) GTEST_SKIP() << "this machine has a CUDA device";
   ExpectError(run + "cuda", 1, {"device 'cuda'", "use device 'cpu'"});
+}
+
+TEST_F(CudaCli, AnswersOnTheDevice) {
+  const std::string reason = CudaReason();
+  if (!reason.empty()) GTEST_SKIP() << reason;
+  const std::string document = Write("note.txt", kNote);
+  const test::ProgramResult result = Run("run -m " + test::Quoted(kBundled) + " -f " + document +
+                                         " -p '" + kQuestion + "' --no-chat -n 8 --device cuda");
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_NE(result.out.find(kAnswer), std::string::npos) << result.out;
 }
 #endif
 

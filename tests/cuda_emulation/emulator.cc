@@ -66,12 +66,17 @@ struct Fiber {
   unsigned waits_in;  // the generation of what it waits for
 };
 
+// What a lane has of a and b of a matrix product: words of bytes, or halves as single numbers.
+using Operands = std::array<std::uint32_t, 6>;
+using HalfOperands = std::array<float, 12>;
+
 // Two generations of an exchange: the slowest lane may still read one while others fill the next.
 struct Warp {
   std::uint64_t slots[2][32];
   int arrived;
   unsigned generation;
-  std::uint32_t operands[32][6];  // of a matrix product, a and b
+  std::array<Operands, 32> operands[2];
+  std::array<HalfOperands, 32> halves[2];
 };
 
 // Memory whose end is followed by a page that faults.
@@ -110,13 +115,18 @@ class Block {
   bool RunWarp(int warp);
   bool IsReady(Fiber* fiber);
   void StartFiber(int thread);
+  bool SwitchToNextLane();
   void Yield() { SwitchFiber(&fiber().stack, scheduler_stack_); }
   void Wait(State state, unsigned generation) {
     fiber().state = state;
     fiber().waits_in = generation;
-    Yield();
+    if (!SwitchToNextLane()) Yield();
   }
   void ReleaseBarrier();
+  void SetCurrent(int thread) {
+    current_ = thread;
+    threadIdx = {static_cast<unsigned>(thread), 0, 0};
+  }
   Fiber& fiber() { return fibers_[static_cast<std::size_t>(current_)]; }
 
   unsigned char* stacks_;
@@ -171,16 +181,30 @@ bool Block::IsReady(Fiber* f) {
   return f->state == State::kReady;
 }
 
+// From a thread that waits to the next of its warp that need not: what RunWarp would do, at half
+// the switches. False if there is none; when this thread runs again, it need not wait any more.
+bool Block::SwitchToNextLane() {
+  Fiber& own = fiber();
+  const int last = current_ | 31;
+  for (int thread = current_ + 1; thread <= last; ++thread) {
+    Fiber& next = fibers_[static_cast<std::size_t>(thread)];
+    if (!IsReady(&next)) continue;
+    SetCurrent(thread);
+    SwitchFiber(&own.stack, next.stack);
+    return true;
+  }
+  return false;
+}
+
 // Lanes in turn until all of them wait, or others are let run first. Whether any lane ran.
 bool Block::RunWarp(int warp) {
   bool any = false;
   for (bool more = true; more;) {
     more = false;
     for (int lane = 0; lane < 32; ++lane) {
-      current_ = warp * 32 + lane;
+      SetCurrent(warp * 32 + lane);
       if (!IsReady(&fiber())) continue;
       any = more = true;
-      threadIdx = {static_cast<unsigned>(current_), 0, 0};
       SwitchFiber(&scheduler_stack_, fiber().stack);
     }
     if (random_() % 8 == 0) break;
@@ -267,28 +291,19 @@ std::unordered_map<const void*, std::size_t>& SharedLimits() {
   return limits;
 }
 
-float HalfOf(std::uint32_t word, int i) {
+float HalfOf(std::uint32_t word, std::size_t i) {
   __half_raw raw;
   raw.x = static_cast<unsigned short>(word >> (16 * i));
   return __half2float(__half(raw));
 }
 
-// Calls fn(i, row's lanes, column's lane) for the four results of this lane, with operands of the
-// whole warp in place. A lane holds rows g and g + 8 of a in words 0, 2 and 1, 3.
-template <typename Fn>
-void WithOperands(const std::array<std::uint32_t, 4>& a, const std::array<std::uint32_t, 2>& b,
-                  const Fn& fn) {
-  Warp& warp = Block::Get().warp();
-  const int lane = Lane();
-  std::uint32_t* own = warp.operands[lane];
-  std::copy(a.begin(), a.end(), own);
-  std::copy(b.begin(), b.end(), own + 4);
+// The operands of all lanes, once they have put them into `of_warp`, one of the arrays of a Warp.
+template <typename T>
+const std::array<T, 32>& AllOperands(std::array<T, 32> (&of_warp)[2], const T& own) {
+  std::array<T, 32>& all = of_warp[Block::Get().warp().generation % 2];
+  all[static_cast<std::size_t>(Lane())] = own;
   Exchange(0);
-  for (int i = 0; i < 4; ++i) {
-    const int row = lane / 4, column = 2 * (lane % 4) + i % 2;
-    fn(i, i / 2, warp.operands + row * 4, warp.operands + column * 4);
-  }
-  Exchange(0);  // nobody may put down its next operands before
+  return all;
 }
 
 }  // namespace
@@ -340,36 +355,66 @@ unsigned SharedAddress(const void* p) {
   return static_cast<unsigned>(offset);
 }
 
-void CopyAsync(unsigned to, const void* from) {
+void CopyAsync(unsigned to, const void* from, int bytes) {
   if (to % 16 != 0 || reinterpret_cast<std::uintptr_t>(from) % 16 != 0) Fail("misaligned cp.async");
-  std::memcpy(DynamicShared() + to, from, 16);
+  std::memset(DynamicShared() + to, 0, 16);
+  std::memcpy(DynamicShared() + to, from, static_cast<std::size_t>(bytes));
 }
 
+void LoadMatrices(bool transposed, const std::array<std::uint32_t*, 4>& to, unsigned row) {
+  if (row % 16 != 0) Fail("misaligned ldmatrix");
+  const std::uint64_t* rows = Exchange(row);
+  const auto group = static_cast<std::size_t>(Lane() / 4),
+             pair = static_cast<std::size_t>(Lane() % 4);
+  const auto half = [&](std::size_t matrix, std::size_t r, std::size_t c) -> std::uint32_t {
+    std::uint16_t value = 0;
+    std::memcpy(&value, DynamicShared() + rows[8 * matrix + r] + 2 * c, sizeof(value));
+    return value;
+  };
+  for (std::size_t i = 0; i < 4; ++i) {
+    const std::uint32_t low = transposed ? half(i, 2 * pair, group) : half(i, group, 2 * pair);
+    const std::uint32_t high =
+        transposed ? half(i, 2 * pair + 1, group) : half(i, group, 2 * pair + 1);
+    *to[i] = low | high << 16;
+  }
+}
+
+// A lane has four results: i = 0, 1 of row g, columns 2t and 2t + 1, and i = 2, 3 of row g + 8. Of
+// a it holds rows g and g + 8 in words 0, 2 and 1, 3.
 void MmaBytes(bool a_signed, const std::array<int*, 4>& d, const std::array<std::uint32_t, 4>& a,
               const std::array<std::uint32_t, 2>& b, const std::array<int, 4>& c) {
-  std::array<int, 4> sums = c;
-  WithOperands(a, b, [&](int i, int half, const auto* row, const auto* column) {
-    for (int k = 0; k < 32; ++k) {
-      const int lane = k % 16 / 4, shift = k % 4 * 8;
-      const std::uint32_t x = row[lane][half + k / 16 * 2] >> shift;
-      const std::uint32_t y = column[lane][4 + k / 16] >> shift;
+  const std::array<Operands, 32>& all =
+      AllOperands(Block::Get().warp().operands, {a[0], a[1], a[2], a[3], b[0], b[1]});
+  const auto lane = static_cast<std::size_t>(Lane());
+  for (std::size_t i = 0; i < 4; ++i) {
+    const Operands* row = &all[lane / 4 * 4];
+    const Operands* column = &all[(2 * (lane % 4) + i % 2) * 4];
+    int sum = c[i];
+    for (std::size_t k = 0; k < 32; ++k) {
+      const std::uint32_t x = row[k % 16 / 4][i / 2 + k / 16 * 2] >> (k % 4 * 8);
+      const std::uint32_t y = column[k % 16 / 4][4 + k / 16] >> (k % 4 * 8);
       const int left = a_signed ? static_cast<std::int8_t>(x) : static_cast<std::uint8_t>(x);
-      sums[static_cast<std::size_t>(i)] += left * static_cast<std::int8_t>(y);
+      sum += left * static_cast<std::int8_t>(y);
     }
-  });
-  for (std::size_t i = 0; i < 4; ++i) *d[i] = sums[i];
+    *d[i] = sum;
+  }
 }
 
 void MmaHalves(const std::array<float*, 4>& d, const std::array<std::uint32_t, 4>& a,
                const std::array<std::uint32_t, 2>& b, const std::array<float, 4>& c) {
+  HalfOperands own;
+  for (std::size_t i = 0; i < 8; ++i) own[i] = HalfOf(a[i / 2], i % 2);
+  for (std::size_t i = 0; i < 4; ++i) own[8 + i] = HalfOf(b[i / 2], i % 2);
+  const std::array<HalfOperands, 32>& all = AllOperands(Block::Get().warp().halves, own);
+  const auto lane = static_cast<std::size_t>(Lane());
   std::array<float, 4> sums = c;
-  WithOperands(a, b, [&](int i, int half, const auto* row, const auto* column) {
-    for (int k = 0; k < 16; ++k) {
-      const int lane = k % 8 / 2;
-      sums[static_cast<std::size_t>(i)] +=
-          HalfOf(row[lane][half + k / 8 * 2], k % 2) * HalfOf(column[lane][4 + k / 8], k % 2);
+  for (std::size_t k = 0; k < 16; ++k) {  // outside, so that sums need not wait for each other
+    for (std::size_t i = 0; i < 4; ++i) {
+      const HalfOperands& row = all[lane / 4 * 4 + k % 8 / 2];
+      const HalfOperands& column = all[(2 * (lane % 4) + i % 2) * 4 + k % 8 / 2];
+      sums[i] += row[2 * (i / 2 + k / 8 * 2) + k % 2] * column[8 + k / 8 * 2 + k % 2];
     }
-  });
+  }
   for (std::size_t i = 0; i < 4; ++i) *d[i] = sums[i];
 }
 

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The device side of CUDA on a processor: what translate.py makes of src/backend/cuda is compiled
-// against this instead of nvcc's own declarations, and kernels run one thread at a time.
+// The device side of CUDA on a processor: what translate.py makes of kernels is compiled against
+// this instead of nvcc's own declarations, and they run one thread at a time.
 //
 // Emulated, because kernels are wrong without it:
 //   - barriers of a block and of a warp, with threads that reach them in any order, or have left;
@@ -14,6 +14,7 @@
 // and of sums inside a matrix product of halves, masks of part of a warp, and what anything costs.
 #pragma once
 
+#include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime_api.h>
 #include <vector_functions.h>
@@ -62,6 +63,8 @@ void Launch(const void* kernel, dim3 grid, int threads, std::size_t shared, cuda
             std::function<void()> body);
 // Does the work now, or records it if the stream does (runtime.cc).
 void Enqueue(cudaStream_t stream, std::function<void()> work);
+// Whether `bytes` bytes at p lie in one allocation of the device (runtime.cc).
+bool IsDeviceMemory(const void* p, std::size_t bytes);
 // What the next cudaGetLastError returns (runtime.cc).
 void SetLastError(cudaError_t error);
 
@@ -86,7 +89,10 @@ const std::uint64_t* Exchange(std::uint64_t value);
 
 unsigned char* DynamicShared();
 unsigned SharedAddress(const void* p);
-void CopyAsync(unsigned to, const void* from);
+// 16 bytes to shared memory: the first `bytes` of `from`, then zeros.
+void CopyAsync(unsigned to, const void* from, int bytes = 16);
+// ldmatrix of four 8 x 8 matrices of halves: lane 8i + j gives the address of row j of matrix i.
+void LoadMatrices(bool transposed, const std::array<std::uint32_t*, 4>& to, unsigned row);
 
 // d = a * b + c on the fragments of mma.m16n8k32 (bytes, b signed) and mma.m16n8k16 (halves).
 void MmaBytes(bool a_signed, const std::array<int*, 4>& d, const std::array<std::uint32_t, 4>& a,
@@ -295,6 +301,24 @@ inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fmaf(a, b, c); }
 
+// Halves of a turn: what is left of whole turns is exact.
+inline void sincospi(double x, double* sine, double* cosine) {
+  const double angle = (x - 2 * std::nearbyint(x / 2)) * 3.14159265358979323846;
+  *sine = std::sin(angle);
+  *cosine = std::cos(angle);
+}
+inline void sincospif(float x, float* sine, float* cosine) {
+  double s = 0, c = 0;
+  sincospi(x, &s, &c);
+  *sine = static_cast<float>(s);
+  *cosine = static_cast<float>(c);
+}
+
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  const float2 x = __half22float2(a), y = __half22float2(b), z = __half22float2(c);
+  return __floats2half2_rn(std::fmaf(x.x, y.x, z.x), std::fmaf(x.y, y.y, z.y));
+}
+
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const std::uint64_t bytes = (std::uint64_t{b} << 32) | a;
   unsigned result = 0;
@@ -308,6 +332,10 @@ inline int __dp4a(int a, int b, int c) {
   for (int i = 0; i < 32; i += 8) {
     c += static_cast<std::int8_t>(a >> i) * static_cast<std::int8_t>(b >> i);
   }
+  return c;
+}
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
+  for (int i = 0; i < 32; i += 8) c += ((a >> i) & 0xFF) * ((b >> i) & 0xFF);
   return c;
 }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, int shift) {

@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: MIT
-// The part of the CUDA runtime that src/backend/cuda and src/device use, on host memory: work on a
-// stream is done when it is asked for, or recorded where the stream is being captured. As on a
-// device, fresh memory holds anything (a pattern), and nothing may be allocated, copied
-// synchronously or waited for during a capture. Every allocation ends at a page that faults, up to
-// the 255 bytes that alignment leaves, which are looked at when it is freed. One thread at a time.
+// The part of the CUDA runtime that the library uses, on host memory: work on a stream is done when
+// it is asked for, or recorded where the stream is being captured. As on a device, fresh memory
+// holds anything (a pattern), and nothing may be allocated, copied synchronously or waited for
+// during a capture. Every allocation ends at a page that faults, up to the 255 bytes that alignment
+// leaves, which are looked at when it is freed. One thread at a time.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
 
@@ -12,13 +12,11 @@
 #include <cstddef>
 #include <cstring>
 #include <functional>
-#include <unordered_map>
+#include <map>
 #include <utility>
 #include <vector>
 
-#include "backend/cuda/prefill.h"
 #include "cuda_emulation/emulator.h"
-#include "fathom/error.h"
 
 // CUDA declares these and says no more about them.
 struct CUgraph_st {
@@ -47,9 +45,11 @@ struct Allocation {
   unsigned char* mapped;
   std::size_t mapped_bytes;
   std::size_t bytes;  // asked for
+  bool on_device;     // else page-locked memory of the host
 };
 
-std::unordered_map<void*, Allocation> allocations;
+std::map<const void*, Allocation> allocations;  // by where they start
+std::size_t device_bytes_used = 0;
 int n_recording = 0;  // streams
 cudaError_t last_error = cudaSuccess;
 
@@ -60,9 +60,12 @@ cudaError_t Failed(cudaError_t error) {
   return error;
 }
 
-cudaError_t Allocate(void** p, std::size_t bytes) {
+cudaError_t Allocate(void** p, std::size_t bytes, bool on_device) {
   if (n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
   const std::size_t aligned = RoundUp(bytes, kAlignment), usable = RoundUp(aligned, kPage);
+  if (on_device && aligned > kDeviceBytes - device_bytes_used) {
+    return Failed(cudaErrorMemoryAllocation);
+  }
   void* mapped =
       mmap(nullptr, usable + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return Failed(cudaErrorMemoryAllocation);
@@ -70,14 +73,16 @@ cudaError_t Allocate(void** p, std::size_t bytes) {
   mprotect(first + usable, kPage, PROT_NONE);
   std::memset(first, kPattern, usable);
   *p = first + (usable - aligned);
-  allocations[*p] = {first, usable + kPage, bytes};
+  allocations[*p] = {first, usable + kPage, bytes, on_device};
+  if (on_device) device_bytes_used += aligned;
   return cudaSuccess;
 }
 
-cudaError_t Free(void* p) {
+cudaError_t Free(void* p, bool on_device) {
   if (p == nullptr) return cudaSuccess;
   const auto found = allocations.find(p);
-  if (found == allocations.end()) return Failed(cudaErrorInvalidValue);
+  if (found == allocations.end() || found->second.on_device != on_device)
+    return Failed(cudaErrorInvalidValue);
   const Allocation& a = found->second;
   const auto* start = static_cast<const unsigned char*>(p);
   const unsigned char* end = a.mapped + a.mapped_bytes - kPage;
@@ -86,17 +91,47 @@ cudaError_t Free(void* p) {
       !std::all_of(static_cast<const unsigned char*>(a.mapped), start, is_pattern)) {
     Fail("something wrote beside an allocation of %zu bytes", a.bytes);
   }
+  if (on_device) device_bytes_used -= RoundUp(a.bytes, kAlignment);
   munmap(a.mapped, a.mapped_bytes);
   allocations.erase(found);
   return cudaSuccess;
 }
 
-void Copy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-            std::size_t width, std::size_t height) {
-  for (std::size_t i = 0; i < height; ++i) {
-    std::memcpy(static_cast<std::byte*>(to) + i * to_pitch,
-                static_cast<const std::byte*>(from) + i * from_pitch, width);
+// `rows` runs of `width` bytes, each `pitch` bytes behind the one before.
+struct Run {
+  std::size_t pitch, width, rows;
+  std::size_t bytes() const { return width == 0 || rows == 0 ? 0 : (rows - 1) * pitch + width; }
+};
+
+// Fails where a side that `kind` says is the device's is not, or the other one is.
+cudaError_t Copy(void* to, const Run& to_run, const void* from, const Run& from_run,
+                 cudaMemcpyKind kind, cudaStream_t stream) {
+  const bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+  const bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+  if (to_run.bytes() > 0 && (IsDeviceMemory(to, to_run.bytes()) != to_device ||
+                             IsDeviceMemory(from, from_run.bytes()) != from_device)) {
+    return Failed(cudaErrorInvalidValue);
   }
+  Enqueue(stream, [=] {
+    for (std::size_t i = 0; i < to_run.rows; ++i) {
+      std::memcpy(static_cast<std::byte*>(to) + i * to_run.pitch,
+                  static_cast<const std::byte*>(from) + i * from_run.pitch, to_run.width);
+    }
+  });
+  return cudaSuccess;
+}
+
+// What waits for the device is not allowed while a stream records.
+cudaError_t CopyAtOnce(void* to, const Run& to_run, const void* from, const Run& from_run,
+                       cudaMemcpyKind kind) {
+  if (n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
+  return Copy(to, to_run, from, from_run, kind, nullptr);
+}
+
+cudaError_t Fill(void* to, int value, std::size_t bytes, cudaStream_t stream) {
+  if (bytes > 0 && !IsDeviceMemory(to, bytes)) return Failed(cudaErrorInvalidValue);
+  Enqueue(stream, [=] { std::memset(to, value, bytes); });
+  return cudaSuccess;
 }
 
 }  // namespace
@@ -109,18 +144,19 @@ void Enqueue(cudaStream_t stream, std::function<void()> work) {
   }
 }
 
+bool IsDeviceMemory(const void* p, std::size_t bytes) {
+  auto found = allocations.upper_bound(p);
+  if (found == allocations.begin()) return false;
+  --found;
+  const auto offset = static_cast<std::size_t>(static_cast<const std::byte*>(p) -
+                                               static_cast<const std::byte*>(found->first));
+  return found->second.on_device && offset <= found->second.bytes &&
+         bytes <= found->second.bytes - offset;
+}
+
 void SetLastError(cudaError_t error) { last_error = error; }
 
 }  // namespace fathom::emulation
-
-namespace fathom::cuda {
-
-// The kernel stays on the device: translate.py says why.
-void Prefill(const PrefillAttention& /*args*/, cudaStream_t /*stream*/) {
-  throw Error(ErrorCode::kUnsupported, "prefill is not emulated");
-}
-
-}  // namespace fathom::cuda
 
 using fathom::emulation::Enqueue;
 using fathom::emulation::Failed;
@@ -181,14 +217,19 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int /*device*/) 
   return cudaSuccess;
 }
 cudaError_t cudaMemGetInfo(std::size_t* free, std::size_t* total) {
-  *free = *total = fathom::emulation::kDeviceBytes;
+  *total = fathom::emulation::kDeviceBytes;
+  *free = *total - fathom::emulation::device_bytes_used;
   return cudaSuccess;
 }
 
 cudaError_t cudaMalloc(void** p, std::size_t bytes) {
-  return fathom::emulation::Allocate(p, bytes);
+  return fathom::emulation::Allocate(p, bytes, true);
 }
-cudaError_t cudaFree(void* p) { return fathom::emulation::Free(p); }
+cudaError_t cudaFree(void* p) { return fathom::emulation::Free(p, true); }
+cudaError_t cudaMallocHost(void** p, std::size_t bytes) {
+  return fathom::emulation::Allocate(p, bytes, false);
+}
+cudaError_t cudaFreeHost(void* p) { return fathom::emulation::Free(p, false); }
 cudaError_t cudaHostRegister(void* /*p*/, std::size_t /*bytes*/, unsigned /*flags*/) {
   return cudaSuccess;
 }
@@ -198,36 +239,30 @@ cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned /*flags
   return cudaSuccess;
 }
 
-cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind /*kind*/) {
-  if (fathom::emulation::n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
-  std::memcpy(to, from, bytes);
-  return cudaSuccess;
+cudaError_t cudaMemcpy(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind) {
+  return fathom::emulation::CopyAtOnce(to, {0, bytes, 1}, from, {0, bytes, 1}, kind);
 }
-cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind /*kind*/,
+cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind kind,
                             cudaStream_t stream) {
-  Enqueue(stream, [=] { std::memcpy(to, from, bytes); });
-  return cudaSuccess;
+  return fathom::emulation::Copy(to, {0, bytes, 1}, from, {0, bytes, 1}, kind, stream);
 }
 cudaError_t cudaMemcpy2D(void* to, std::size_t to_pitch, const void* from, std::size_t from_pitch,
-                         std::size_t width, std::size_t height, cudaMemcpyKind /*kind*/) {
-  if (fathom::emulation::n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
-  fathom::emulation::Copy2D(to, to_pitch, from, from_pitch, width, height);
-  return cudaSuccess;
+                         std::size_t width, std::size_t height, cudaMemcpyKind kind) {
+  return fathom::emulation::CopyAtOnce(to, {to_pitch, width, height}, from,
+                                       {from_pitch, width, height}, kind);
 }
 cudaError_t cudaMemcpy2DAsync(void* to, std::size_t to_pitch, const void* from,
                               std::size_t from_pitch, std::size_t width, std::size_t height,
-                              cudaMemcpyKind /*kind*/, cudaStream_t stream) {
-  Enqueue(stream,
-          [=] { fathom::emulation::Copy2D(to, to_pitch, from, from_pitch, width, height); });
-  return cudaSuccess;
+                              cudaMemcpyKind kind, cudaStream_t stream) {
+  return fathom::emulation::Copy(to, {to_pitch, width, height}, from, {from_pitch, width, height},
+                                 kind, stream);
 }
 cudaError_t cudaMemset(void* to, int value, std::size_t bytes) {
-  std::memset(to, value, bytes);
-  return cudaSuccess;
+  if (fathom::emulation::n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
+  return fathom::emulation::Fill(to, value, bytes, nullptr);
 }
 cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t stream) {
-  Enqueue(stream, [=] { std::memset(to, value, bytes); });
-  return cudaSuccess;
+  return fathom::emulation::Fill(to, value, bytes, stream);
 }
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) {
@@ -259,6 +294,7 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned /*flags*/) {
   return cudaEventRecord(event, stream);
 }
+cudaError_t cudaEventSynchronize(cudaEvent_t /*event*/) { return cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
   *ms = std::chrono::duration<float, std::milli>(end->time - start->time).count();
   return cudaSuccess;

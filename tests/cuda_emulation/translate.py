@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Translates CUDA kernels to C++ that is compiled against emulator.h.
 
-usage: translate.py SOURCES OUTPUT
+usage: translate.py SOURCES OUTPUT FOLDER...
 
-Every NAME.cu of the folder SOURCES becomes OUTPUT/NAME.cc and every NAME.cuh OUTPUT/backend/cuda/NAME.cuh,
-with the same lines, so that errors and debuggers point into the original. Only what is no C++ changes: launches,
+Of every FOLDER in SOURCES, NAME.cu becomes OUTPUT/FOLDER/NAME.cc and NAME.cuh OUTPUT/FOLDER/NAME.cuh, with the
+same lines, so that errors and debuggers point into the original. Only what is no C++ changes: launches,
 instructions in `asm`, the declaration of dynamic shared memory, and unrolling. An instruction that is not
 known here is an error: add it to INSTRUCTIONS, and what it does to emulator.h.
 
@@ -14,10 +14,6 @@ import argparse
 import re
 import sys
 from pathlib import Path
-
-# Prefill moves its tiles by ldmatrix in a layout of its own; its tests run on a device, and the same
-# computation on a processor is tested by prefill_tile_test.
-SKIPPED = {"prefill.cu", "prefill_tile.cuh"}
 
 HERE = "fathom::emulation"
 
@@ -80,6 +76,10 @@ def addresses(operands):
     return pack([f"&({operand})" for operand in operands])
 
 
+def load_matrices(transposed):
+    return lambda o: call("LoadMatrices", transposed, addresses(o[:4]), o[4])
+
+
 def mma_bytes(a_signed):
     return lambda o: call("MmaBytes", a_signed, addresses(o[:4]), pack(o[4:8]), pack(o[8:10]), pack(o[10:14]))
 
@@ -91,9 +91,12 @@ INSTRUCTIONS = [
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32 ",
      lambda o: call("MmaHalves", addresses(o[:4]), pack(o[4:8]), pack(o[8:10]), pack(o[:4]))),
     (r"ld\.global\.nc[.:\w]*\.v4\.u32 ", lambda o: call("LoadVector", addresses(o[:4]), o[4])),
-    (r"cp\.async\.cg\.shared\.global(\.L2::\d+B)? \[%0\], \[%1\], 16;", lambda o: call("CopyAsync", *o)),
+    (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16 ", load_matrices("false")),
+    (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16 ", load_matrices("true")),
+    (r"cp\.async\.cg\.shared\.global(\.L2::\d+B)? \[%0\], \[%1\], 16(, %2)?;", lambda o: call("CopyAsync", *o)),
     (r"cp\.async\.(commit_group|wait_group %0);", lambda o: ";"),  # copies are done already
     (r"ex2\.approx\.ftz\.f32 ", lambda o: f"{o[0]} = std::exp2({o[1]});"),
+    (r"$", lambda o: ";"),  # hides a value from the optimizer
     (r"max\.NaN\.f32 ", lambda o: f"{o[0]} = {HERE}::MaxOrNan({o[1]}, {o[2]});"),
 ]
 
@@ -178,20 +181,20 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sources", type=Path, metavar="SOURCES")
     parser.add_argument("output", type=Path, metavar="OUTPUT")
+    parser.add_argument("folders", nargs="+", metavar="FOLDER")
     arguments = parser.parse_args()
-    n_files = 0
-    for path in sorted(arguments.sources.resolve().iterdir()):
-        if path.suffix not in {".cu", ".cuh"} or path.name in SKIPPED:
-            continue
+    sources = arguments.sources.resolve()
+    paths = [path for folder in arguments.folders for path in sorted((sources / folder).iterdir())
+             if path.suffix in {".cu", ".cuh"}]
+    for path in paths:
         try:
             text = translate(path)
         except TranslationError as error:
             print(f"{path}: {error}", file=sys.stderr)
             return 1
-        name = path.stem + ".cc" if path.suffix == ".cu" else Path("backend/cuda") / path.name
-        write_if_changed(arguments.output / name, text)
-        n_files += 1
-    print(f"translate.py: {n_files} files; not emulated: {', '.join(sorted(SKIPPED))}")
+        name = path.relative_to(sources)
+        write_if_changed(arguments.output / (name.with_suffix(".cc") if path.suffix == ".cu" else name), text)
+    print(f"translate.py: {len(paths)} files")
     return 0
 
 
