@@ -7,6 +7,7 @@
 #include <mutex>
 #include <string>
 
+#include "backend/cuda/append_rows.h"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_devices.h"
 #include "base/timer.h"
@@ -299,7 +300,7 @@ class Bench {
       mark(layer, kDense);
       const std::int64_t at = std::int64_t{layer} * sizes_.n_heads() * 2 * sizes_.heads.head_dim;
       cuda::Append({sizes_.n_heads(), sizes_.heads.n_kv_heads, sizes_.heads.head_dim, k_.data(),
-                    v_.data(), positions_.data(), ring_.data() + at * kRing, kRing,
+                    v_.data(), positions_.data(), nullptr, ring_.data() + at * kRing, kRing,
                     row_lists_[Size(layer)].data(), static_cast<std::int32_t>(modulus_)},
                    stream);
       attention_->Run(layer, scan, RowsOf(layer), q_.data(), out_.data(), stream,
