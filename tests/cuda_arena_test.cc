@@ -15,6 +15,7 @@
 
 #include "backend/cuda/buffer.h"
 #include "backend/cuda/host_arena.h"
+#include "backend/cuda/host_pins.h"
 #include "fathom/error.h"
 #include "memory/system_memory.h"
 #include "support/error_of.h"
@@ -180,6 +181,59 @@ TEST(HostArena, EmptyHoldsNothing) {
   EXPECT_EQ(arena.size(), 0);
   ErrorOf(ErrorCode::kNoMemory, [&] { arena.Allocate(1); });
   EXPECT_EQ(fake.n_pins, 0);
+}
+
+// Whole pages to register.
+std::vector<std::byte> Pages(std::int64_t n) { return std::vector<std::byte>(n * 4096); }
+
+TEST(HostPins, RegistersWhatIsAskedForAndNothingElse) {
+  FakePinner fake;
+  auto memory = Pages(8);
+  {
+    HostPins pins(fake.Pinner());
+    EXPECT_EQ(pins.Wait(), "");
+    pins.Add(memory.data(), 2 * 4096);
+    pins.Add(memory.data() + 4 * 4096, 4096);
+    EXPECT_EQ(pins.Wait(), "");
+    EXPECT_EQ(fake.held, (std::map<std::byte*, std::size_t>{{memory.data(), 2 * 4096},
+                                                            {memory.data() + 4 * 4096, 4096}}));
+    pins.Add(memory.data() + 2 * 4096, 2 * 4096);
+    EXPECT_EQ(pins.Wait(), "");
+    EXPECT_EQ(fake.held.size(), 3U);
+  }
+  EXPECT_TRUE(fake.held.empty());
+  EXPECT_EQ(fake.n_unpins, 3);
+}
+
+TEST(HostPins, ARefusalIsForGood) {
+  FakePinner fake;
+  fake.refuse_at = 1;
+  auto memory = Pages(8);
+  {
+    HostPins pins(fake.Pinner());
+    for (std::int64_t i = 0; i < 3; ++i) pins.Add(memory.data() + i * 4096, 4096);
+    EXPECT_TRUE(Holds(pins.Wait(), "refused")) << pins.Wait();
+    pins.Add(memory.data() + 3 * 4096, 4096);
+    EXPECT_TRUE(Holds(pins.Wait(), "refused"));
+    EXPECT_EQ(fake.n_pins, 2);
+  }
+  EXPECT_TRUE(fake.held.empty());
+  fake.begin_failure = "no device";
+  HostPins pins(fake.Pinner());
+  pins.Add(memory.data(), 4096);
+  EXPECT_EQ(pins.Wait(), "no device");
+}
+
+TEST(HostPins, MayEndBeforeAllIsRegistered) {
+  FakePinner fake;
+  auto memory = Pages(3);
+  {
+    HostPins pins(fake.Pinner());
+    fake.wait = true;
+    for (std::int64_t i = 0; i < 3; ++i) pins.Add(memory.data() + i * 4096, 4096);
+    fake.wait = false;
+  }
+  EXPECT_TRUE(fake.held.empty());
 }
 
 TEST(HostArena, MoreThanTheMachineHasIsRefused) {

@@ -277,6 +277,32 @@ TEST(CudaEmulation, MemoryIsLimited) {
   cudaGetLastError();
 }
 
+// A copy from page-locked memory may read what the host puts there before it waits; one from other
+// memory does not.
+TEST(CudaEmulation, CopiesOfAStreamTakeTheirTime) {
+  cudaStream_t stream = nullptr;
+  ASSERT_EQ(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), cudaSuccess);
+  void* memory = nullptr;
+  ASSERT_EQ(cudaMallocHost(&memory, sizeof(int)), cudaSuccess);
+  const DeviceArray<int> device(1);
+  int pageable = 0;
+  for (int* host : {static_cast<int*>(memory), &pageable}) {
+    int late = 0;
+    for (int i = 0; i < 100; ++i) {
+      *host = 1;
+      ASSERT_EQ(cudaMemcpyAsync(device.data(), host, sizeof(int), cudaMemcpyHostToDevice, stream),
+                cudaSuccess);
+      *host = 2;
+      ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+      late += *device.data() == 2 ? 1 : 0;
+    }
+    EXPECT_EQ(late > 0, host == memory);
+    EXPECT_LT(late, 100);
+  }
+  cudaFreeHost(memory);
+  cudaStreamDestroy(stream);
+}
+
 TEST(CudaEmulation, ACaptureRecords) {
   cudaStream_t stream = nullptr;
   cudaGraph_t graph = nullptr;
@@ -293,6 +319,7 @@ TEST(CudaEmulation, ACaptureRecords) {
   cudaGraphDestroy(graph);
   EXPECT_EQ(runs, 0);
   for (int i = 0; i < 2; ++i) ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+  ASSERT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
   EXPECT_EQ(runs, 2);
   cudaGraphExecDestroy(exec);
   cudaStreamDestroy(stream);

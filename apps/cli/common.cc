@@ -193,11 +193,16 @@ void AddMachineOptions(CLI::App& command, int* threads, std::string* backend) {
       ->capture_default_str();
 }
 
-void AddDeviceOption(CLI::App& command, std::string* device) {
+void AddDeviceOptions(CLI::App& command, std::string* device, std::string* decode_attention) {
   command
       .add_option("--device", *device,
-                  "cpu, or cuda: matrices and prefill on the GPU; rows and index stay in host "
-                  "memory, where --backend decodes")
+                  "cpu, or cuda: the model runs on the GPU; rows and index stay in host memory")
+      ->type_name("NAME")
+      ->capture_default_str();
+  command
+      .add_option("--decode-attention", *decode_attention,
+                  "with --device cuda: device, whole decode steps on the GPU where it knows the "
+                  "method's scan, or cpu, attention by --backend")
       ->type_name("NAME")
       ->capture_default_str();
 }

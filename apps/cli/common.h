@@ -76,8 +76,8 @@ CLI::Range InRange(Number low, Number high) {
 // -t,--threads and --backend, the same in every command that computes.
 void AddMachineOptions(CLI::App& command, int* threads, std::string* backend);
 
-// --device, where a session runs.
-void AddDeviceOption(CLI::App& command, std::string* device);
+// --device and --decode-attention, where a session runs.
+void AddDeviceOptions(CLI::App& command, std::string* device, std::string* decode_attention);
 
 // Each adds its subcommand; the callback stores the exit code.
 void AddRunCommand(CLI::App& app, int* exit_code);

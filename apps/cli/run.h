@@ -20,6 +20,7 @@ struct RunOptions {
   int threads = 0;
   std::string backend = "cpu";
   std::string device = "cpu";
+  std::string decode_attention = "device";
   std::string method = "fathom:bits=28,k=512";
   bool method_given = false;
   std::string compare;          // second method, empty for none
@@ -48,6 +49,7 @@ struct MethodRun {
   std::string spec;   // canonical, defaults filled in
   double index_s = 0;
   std::int64_t index_bytes = 0;
+  std::string decode_attention;  // of the last token: Session::decode_attention
   std::vector<Answer> answers;
 };
 
@@ -79,6 +81,8 @@ struct RunReport {
   std::vector<MethodRun> runs;
 };
 
+// Where decode attended, a line for every method; of runs with --device cuda.
+std::string DecodeAttentionText(const RunReport& report);
 std::string StatsTable(const RunReport& report);
 // Where the second method's answers part from the first's, and both speeds.
 std::string ComparisonText(const RunReport& report);

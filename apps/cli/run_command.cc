@@ -143,6 +143,7 @@ MethodRun AskAll(Session& session, const RunOptions& options,
                                  prompt.subspan(static_cast<std::size_t>(session.n_tokens())),
                                  kept));
     run.index_bytes = session.method().MemoryBytes();
+    run.decode_attention = session.decode_attention();
     if (i + 1 < prompts.size()) session.Truncate(shared);
   }
   if (kept != nullptr) kept->Save(session);
@@ -165,6 +166,7 @@ MethodRun Converse(Session& session, const RunOptions& options, bool chat, KeptS
     }
     run.answers.push_back(AskOne(session, options, questions[i], rest, kept));
     run.index_bytes = session.method().MemoryBytes();
+    run.decode_attention = session.decode_attention();
     kept->Save(session);
   }
   return run;
@@ -230,6 +232,7 @@ SessionOptions MakeSessionOptions(const RunOptions& options, const RunInputs& in
   }
   session.backend = options.backend;
   session.device = options.device;
+  session.decode_attention = options.decode_attention;
   session.method = options.method;
   session.n_threads = options.threads;
   session.calibration = LoadStatistics(options.statistics_file);
@@ -290,6 +293,7 @@ RunReport Execute(const RunOptions& options) {
 
 int Run(const RunOptions& options) {
   const RunReport report = Execute(options);
+  if (options.device == "cuda") std::fputs(DecodeAttentionText(report).c_str(), stderr);
   if (options.json) {
     // Bytes that are not UTF-8 can stand in an answer; JSON cannot hold them.
     WriteOut(ReportJson(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
@@ -350,7 +354,7 @@ void AddRunCommand(CLI::App& app, int* exit_code) {
       ->capture_default_str()
       ->check(InRange(1, 1 << 20));
   AddMachineOptions(*run, &options->threads, &options->backend);
-  AddDeviceOption(*run, &options->device);
+  AddDeviceOptions(*run, &options->device, &options->decode_attention);
   run->add_option("--method", options->method, "method spec (see fathom info)")
       ->type_name("SPEC")
       ->capture_default_str();

@@ -22,6 +22,7 @@ Totals Sum(const MethodRun& run) {
     totals.times.decode_s += answer.times.decode_s;
     totals.times.decode_attention_s += answer.times.decode_attention_s;
     totals.times.decode_tokens += answer.times.decode_tokens;
+    totals.times.device_decode_tokens += answer.times.device_decode_tokens;
     totals.counters += answer.counters;
   }
   return totals;
@@ -31,8 +32,10 @@ double Rate(std::int64_t count, double seconds) {
   return seconds > 0 ? static_cast<double>(count) / seconds : 0;
 }
 
+// Of the tokens whose attention was timed: not of those whose whole step was on a device.
 double AttentionMs(const Totals& totals) {
-  const auto tokens = static_cast<double>(std::max<std::int64_t>(totals.times.decode_tokens, 1));
+  const std::int64_t timed = totals.times.decode_tokens - totals.times.device_decode_tokens;
+  const auto tokens = static_cast<double>(std::max<std::int64_t>(timed, 1));
   return totals.times.decode_attention_s * 1000 / tokens;
 }
 
@@ -72,6 +75,18 @@ nlohmann::json SessionJson(const SessionReport& session) {
 
 }  // namespace
 
+std::string DecodeAttentionText(const RunReport& report) {
+  std::string text;
+  for (const MethodRun& run : report.runs) {
+    const Totals totals = Sum(run);
+    if (totals.times.decode_tokens == 0) continue;
+    text += "fathom: " + run.label + ": decode attended on the GPU for " +
+            Grouped(totals.times.device_decode_tokens) + " of " +
+            Grouped(totals.times.decode_tokens) + " tokens, last on " + run.decode_attention + "\n";
+  }
+  return text;
+}
+
 std::string StatsTable(const RunReport& report) {
   std::vector<std::string> header = {""};
   std::vector<Totals> totals;
@@ -88,8 +103,10 @@ std::string StatsTable(const RunReport& report) {
   add("decode, tokens/s", [](const Totals& t, const MethodRun&) {
     return Fixed(Rate(t.times.decode_tokens, t.times.decode_s), 1);
   });
-  add("attention, ms/token",
-      [](const Totals& t, const MethodRun&) { return Fixed(AttentionMs(t), 3); });
+  add("attention, ms/token", [](const Totals& t, const MethodRun&) {
+    const double ms = AttentionMs(t);
+    return CountOrDash(ms, Fixed(ms, 3));
+  });
   add("read bits/token/KV head", [](const Totals& t, const MethodRun&) {
     return CountOrDash(t.counters.mean_read_bits(), Fixed(t.counters.mean_read_bits(), 1));
   });
@@ -176,6 +193,7 @@ nlohmann::json ReportJson(const RunReport& report) {
                          {"decode_seconds", answer.times.decode_s},
                          {"decode_attention_seconds", answer.times.decode_attention_s},
                          {"decode_steps", answer.times.decode_tokens},
+                         {"device_decode_steps", answer.times.device_decode_tokens},
                          {"sparse_calls", answer.counters.sparse_calls},
                          {"calls", answer.counters.calls},
                          {"read_bits", answer.counters.mean_read_bits()},
@@ -189,6 +207,7 @@ nlohmann::json ReportJson(const RunReport& report) {
          {"spec", run.label},
          {"index_seconds", run.index_s},
          {"index_held_bytes", run.index_bytes},
+         {"decode_attention", run.decode_attention},
          {"decode_tokens_per_second", Rate(totals.times.decode_tokens, totals.times.decode_s)},
          {"attention_ms_per_token", AttentionMs(totals)},
          {"read_bits", totals.counters.mean_read_bits()},

@@ -76,6 +76,7 @@ struct MethodContext {
 
 class StateReader;
 class StateWriter;
+class StepSource;
 
 // The tokens that one KV head attended in the last step. Empty tokens: all of them, by all heads.
 struct AttendedTokens {
@@ -114,7 +115,11 @@ class Method {
   // per token and KV head at D = 128) and count the part that they can read.
   virtual std::int64_t MemoryBytes() const = 0;
 
-  // What the last Attend attended; valid until the next call.
+  // What a decode step needs of the method that is not made by Attend, but on a device
+  // (src/method/step_source.h). Null: steps are made by Attend alone.
+  virtual StepSource* step_source() { return nullptr; }
+
+  // What the last Attend attended; valid until the next call. Of steps on a device nothing is kept.
   virtual AttendedTokens attended(std::int32_t /*kv_head*/) const { return {}; }
 
   // Fitted factors of the residual mass, [n_layers][n_heads]; 0 where none was fitted yet. Empty

@@ -33,8 +33,12 @@ struct SessionOptions {
   std::int64_t ctx_size = 0;    // capacity in tokens; 0: the model's training context
   std::string backend = "cpu";  // MakeBackend name
   // Where matrices are multiplied and prefills attend: "cpu" or "cuda". Rows and index are in host
-  // memory either way, where `backend` decodes.
+  // memory either way.
   std::string device = "cpu";
+  // Where decode attends when `device` is "cuda": "device", whole steps without the host in between
+  // for methods and lengths that the device can do and `backend` for the others, or "cpu", always
+  // `backend`. See Session::decode_attention.
+  std::string decode_attention = "device";
   std::string method = "fathom";  // MethodSpec text
   int n_threads = 0;              // 0: all processors this process may use
   std::int32_t chunk = 512;  // tokens per prefill chunk: larger is faster and takes more memory
@@ -64,9 +68,12 @@ struct SessionTimes {
   double prefill_attention_s = 0;  // of that, attention
   double index_s = 0;              // building the index
   double decode_s = 0;             // wall time in Decode
-  double decode_attention_s = 0;   // of that, the method: scan, select and attend in all layers
+  // Of that, the method: scan, select and attend in all layers; not known of steps that attend on
+  // the device, which count nothing here.
+  double decode_attention_s = 0;
   std::int64_t prefill_tokens = 0;
   std::int64_t decode_tokens = 0;
+  std::int64_t device_decode_tokens = 0;  // of those, attended on the device
 };
 
 class Session {
@@ -94,6 +101,9 @@ class Session {
   void BuildIndex();
   // Appends one token, attending by the method.
   void Decode(Token token);
+  // Where the last Decode attended: "device" or "cpu", and where that is not what the options ask
+  // for, a colon and why, as in "cpu: the device has no scan of it". Empty before the first.
+  const std::string& decode_attention() const;
   // Logits [n_vocab] after the last token. Requires a Prefill or Decode since the last Truncate.
   std::span<const float> logits() const;
   // Forgets tokens from n_tokens on.

@@ -57,6 +57,8 @@ class RowStore {
 
   // Rows of one KV head: token i at result + i * 2 * head_dim.
   const Half* rows(std::int32_t layer, std::int32_t kv_head) const;
+  // The same to write to, `capacity` tokens in whole blocks, at a multiple of 4 KiB.
+  Half* rows(std::int32_t layer, std::int32_t kv_head);
 
   // Closed form: n_layers * n_kv_heads * n_tokens * 2 * head_dim * 2 bytes.
   static std::int64_t Bytes(std::int32_t n_layers, HeadGeometry geometry, std::int64_t n_tokens);

@@ -67,8 +67,7 @@ AttentionStep::AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens)
   rest_stride_ = RoundUp(sizes.max_tokens / kBlockTokens + 1, kTileBlocks);
 
   const auto batch = Size(sizes.batch);
-  lengths_.Reserve(batch);
-  scan_lengths_.Reserve(batch);
+  lengths_.Reserve(3 * batch);
   least_.Reserve(Size(lists));
   sample_.Reserve(Size(lists * sample_stride_));
   scores_.Reserve(Size(lists * score_stride_));
@@ -86,21 +85,24 @@ AttentionStep::AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens)
   masks_.Reserve(Size(heads * max_tokens));
   Check(cudaMemset(bitmap_.data(), 0, bitmap_.size() * sizeof(std::uint32_t)), "cudaMemset");
   Check(cudaMemset(masks_.data(), 0, masks_.size() * sizeof(std::uint16_t)), "cudaMemset");
+  counts_.Reserve(Size(2 * sizes.n_layers * heads));
+  Check(cudaMemset(counts_.data(), 0, counts_.size() * sizeof(std::int32_t)), "cudaMemset");
   Check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
   const std::int64_t always = 2 * kBlockTokens + kWindow + 8;
   attended_.capacity = static_cast<std::int32_t>(
       std::min(RoundUp(std::int64_t{group} * max_keep_ * unit_ + always, 64), max_tokens));
   tokens_.Reserve(Size(heads * attended_.capacity));
   token_masks_.Reserve(Size(heads * attended_.capacity));
-  n_attended_.Reserve(Size(heads));
   attended_.tokens = tokens_.data();
   attended_.mask = token_masks_.data();
-  attended_.count = n_attended_.data();
+  attended_.count = counts_.data();
 
   staged_.Reserve(Size(heads * attended_.capacity * 2 * dim));
   n_splits_ = AttendSplits(static_cast<std::int32_t>(heads), attended_.capacity);
-  part_out_.Reserve(Size(lists * n_splits_ * dim));
-  part_.Reserve(Size(lists * n_splits_));
+  dense_splits_ = AttendSplits(static_cast<std::int32_t>(heads), sizes.max_tokens);
+  const std::int64_t most_splits = std::max(n_splits_, dense_splits_);
+  part_out_.Reserve(Size(lists * most_splits * dim));
+  part_.Reserve(Size(lists * most_splits));
   lse_.Reserve(Size(lists));
   unit_mass_.Reserve(Size(lists));
   mass_.Reserve(Size(lists));
@@ -110,30 +112,43 @@ AttentionStep::AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens)
   weigh_other_.Reserve(Size(lists * weigh_splits_));
 }
 
+StepLengths AttentionStep::LengthsOf(std::int64_t n_tokens, std::int64_t n_blocks,
+                                     bool dense) const {
+  const auto n = static_cast<std::int32_t>(n_tokens), blocks = static_cast<std::int32_t>(n_blocks);
+  // Chunks that hold a sink, or a token of window or tail, are attended anyhow.
+  const std::int32_t first = (kSinks + unit_ - 1) / unit_;
+  const std::int32_t last = std::max(0, std::min(n - kWindow, blocks * kBlockTokens)) / unit_;
+  const bool sparse = !dense && n > sizes_.k && last - first >= max_keep_;
+  const std::int32_t keep = sparse ? max_keep_ : 0;
+  const std::int32_t unit_blocks = (blocks + unit_ - 1) / unit_;
+  return {{n, blocks, first * unit_, last * unit_, keep},
+          {n / unit_, unit_blocks, first, last, keep},
+          {n, blocks, first * unit_, last * unit_, 0}};
+}
+
+void AttentionStep::CopyLengths(const Lengths* lengths, cudaStream_t stream) {
+  Check(cudaMemcpyAsync(lengths_.data(), lengths, Size(3 * sizes_.batch) * sizeof(Lengths),
+                        cudaMemcpyHostToDevice, stream),
+        "cudaMemcpyAsync");
+}
+
 void AttentionStep::SetLengths(std::span<const std::int64_t> n_tokens, bool dense,
                                cudaStream_t stream) {
-  std::vector<Lengths> tokens, units;
-  for (const std::int64_t n : n_tokens) {
-    const auto blocks = static_cast<std::int32_t>(n / kBlockTokens);
-    // Chunks that hold a sink, or a token of window or tail, are attended anyhow.
-    const std::int32_t first = (kSinks + unit_ - 1) / unit_;
-    const auto last = static_cast<std::int32_t>(
-        std::max<std::int64_t>(0, std::min<std::int64_t>(n - kWindow, blocks * kBlockTokens)) /
-        unit_);
-    const bool sparse = !dense && n > sizes_.k && last - first >= max_keep_;
-    const std::int32_t keep = sparse ? max_keep_ : 0;
-    tokens.push_back({static_cast<std::int32_t>(n), blocks, first * unit_, last * unit_, keep});
-    const std::int32_t unit_blocks = (blocks + unit_ - 1) / unit_;
-    units.push_back({static_cast<std::int32_t>(n / unit_), unit_blocks, first, last, keep});
+  const std::size_t batch = n_tokens.size();
+  std::vector<Lengths> all(3 * batch);
+  for (std::size_t i = 0; i < batch; ++i) {
+    const StepLengths of = LengthsOf(n_tokens[i], n_tokens[i] / kBlockTokens, dense);
+    all[i] = of.tokens;
+    all[batch + i] = of.units;
+    all[2 * batch + i] = of.dense;
   }
-  const auto copy = [&](const DeviceBuffer<Lengths>& to, const std::vector<Lengths>& from) {
-    Check(cudaMemcpyAsync(to.data(), from.data(), from.size() * sizeof(Lengths),
-                          cudaMemcpyHostToDevice, stream),
-          "cudaMemcpyAsync");
-  };
-  copy(lengths_, tokens);
-  copy(scan_lengths_, units);
+  CopyLengths(all.data(), stream);
   Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+void AttentionStep::ClearCounts(cudaStream_t stream) {
+  Check(cudaMemsetAsync(counts_.data(), 0, counts_.size() * sizeof(std::int32_t), stream),
+        "cudaMemsetAsync");
 }
 
 void AttentionStep::Choose(std::int32_t layer, IndexScan* index, const StageFn& on_stage,
@@ -150,24 +165,24 @@ void AttentionStep::Choose(std::int32_t layer, IndexScan* index, const StageFn& 
   const std::int32_t step =
       index->sample_step(static_cast<std::int32_t>(score_stride_ / kTileTokens));
   index->Scan(layer, {sample_.data(), sample_stride_, step, nullptr, {}}, {}, stream);
-  FindLimits({sample_.data(), sample_stride_, step, group, n_kv, lists, scan_lengths_.data(),
-              least_.data()},
-             stream);
+  FindLimits(
+      {sample_.data(), sample_stride_, step, group, n_kv, lists, scan_lengths(), least_.data()},
+      stream);
   index->Scan(layer, {nullptr, 0, 1, nullptr, candidates}, rest_sink, stream);
   if (on_stage) on_stage(layer, Stage::kScan);
-  Select(SelectCandidates{candidates, group, n_kv, lists, scan_lengths_.data(), max_keep_,
+  Select(SelectCandidates{candidates, group, n_kv, lists, scan_lengths(), max_keep_,
                           winners_.data(), kth_key_.data(), cut_.data(), redo_},
          stream);
   index->Scan(layer, {scores_.data(), score_stride_, 1, redo_, {}}, {}, stream);
-  Select(SelectScores{scores_.data(), score_stride_, group, n_kv, lists, scan_lengths_.data(),
-                      max_keep_, winners_.data(), kth_key_.data(), cut_.data(), redo_},
+  Select(SelectScores{scores_.data(), score_stride_, group, n_kv, lists, scan_lengths(), max_keep_,
+                      winners_.data(), kth_key_.data(), cut_.data(), redo_},
          stream);
   if (!rest) return;
-  CorrectRest({candidates, kth_key_.data(), exp_scale, group, n_kv, lists, scan_lengths_.data(),
-               redo_, rest_.data(), rest_stride_, cut_.data()},
+  CorrectRest({candidates, kth_key_.data(), exp_scale, group, n_kv, lists, scan_lengths(), redo_,
+               rest_.data(), rest_stride_, cut_.data()},
               stream);
   SumRest({scores_.data(), score_stride_, kth_key_.data(), exp_scale, group, n_kv, lists,
-           scan_lengths_.data(), static_cast<std::int32_t>(rest_stride_), redo_, rest_.data(),
+           scan_lengths(), static_cast<std::int32_t>(rest_stride_), redo_, rest_.data(),
            rest_stride_, cut_.data()},
           stream);
 }
@@ -177,6 +192,7 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
                                  const StageFn& on_stage) {
   const HeadGeometry& heads = sizes_.heads;
   const std::int32_t group = heads.group(), n_heads = sizes_.n_heads();
+  const std::int32_t n_splits = index == nullptr ? dense_splits_ : n_splits_;
   const float scale = 1.0F / std::sqrt(static_cast<float>(heads.head_dim));
   Gather(
       GatherRows{heads.head_dim, n_heads, heads.n_kv_heads, rows.source, attended_, staged_.data()},
@@ -190,11 +206,11 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
                     .staged = staged_.data(),
                     .source = rows.source,
                     .attended = attended_,
-                    .lengths = lengths_.data(),
+                    .lengths = LengthsFor(index),
                     .q = q,
                     .limit = nullptr,
                     .n_values = nullptr,
-                    .n_splits = n_splits_,
+                    .n_splits = n_splits,
                     .part_out = part_out_.data(),
                     .part = part_.data()},
          stream);
@@ -202,11 +218,11 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
       sizes_.residual && index != nullptr && index->has_rest() && rows.value_means != nullptr;
   RestMass mass{};
   if (rest) {
-    mass = {rest_.data(), rest_stride_,      scan_lengths_.data(), n_attended_.data(),
-            cut_.data(),  index->offset(),   index->noise(),       scale,
-            kLeastShare,  unit_mass_.data(), mass_.data(),         least_mass_.data()};
+    mass = {rest_.data(), rest_stride_,      scan_lengths(), attended_.count,
+            cut_.data(),  index->offset(),   index->noise(), scale,
+            kLeastShare,  unit_mass_.data(), mass_.data(),   least_mass_.data()};
   }
-  Merge(MergeParts{heads.head_dim, group, n_heads, heads.n_kv_heads, n_splits_, part_out_.data(),
+  Merge(MergeParts{heads.head_dim, group, n_heads, heads.n_kv_heads, n_splits, part_out_.data(),
                    part_.data(), nullptr, out, lse_.data(), mass},
         stream);
   if (rest) {
@@ -219,11 +235,11 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
                       rest_.data(),
                       rest_stride_,
                       least_mass_.data(),
-                      scan_lengths_.data(),
+                      scan_lengths(),
                       weigh_splits_,
                       weigh_out_.data(),
                       weigh_other_.data(),
-                      nullptr,
+                      counts_.data() + Size((sizes_.n_layers + layer) * n_heads),
                       {unit_mass_.data(), mass_.data(), rows.factor},
                       out},
           stream);
@@ -233,6 +249,7 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
 
 void AttentionStep::Run(std::int32_t layer, IndexScan* index, const LayerRows& rows, const float* q,
                         float* out, cudaStream_t stream, const StageFn& on_stage) {
+  attended_.count = counts_.data() + Size(layer * sizes_.n_heads());
   const auto done = [&](Stage stage) {
     if (on_stage) on_stage(layer, stage);
   };
@@ -244,7 +261,7 @@ void AttentionStep::Run(std::int32_t layer, IndexScan* index, const LayerRows& r
     Choose(layer, index, on_stage, stream);
   }
   Join(JoinWinners{winners_.data(), max_keep_, unit_, sizes_.heads.group(), sizes_.heads.n_kv_heads,
-                   sizes_.n_lists(), lengths_.data(), bitmap_.data(), masks_.data(),
+                   sizes_.n_lists(), LengthsFor(index), bitmap_.data(), masks_.data(),
                    static_cast<std::int64_t>(bitmap_.size()) / sizes_.n_heads(),
                    static_cast<std::int64_t>(masks_.size()) / sizes_.n_heads(), attended_},
        stream);

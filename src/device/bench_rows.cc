@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: MIT
 #include "device/bench_rows.h"
 
+#include "backend/cuda/append_rows.h"
 #include "device/bench_packer.h"
-#include "device/synthetic.h"
 
 namespace fathom::cuda {
 namespace {
@@ -90,8 +90,8 @@ StepVectors BenchRows::Vectors(std::int32_t layer, float* q, float* k, float* v)
 void BenchRows::Append(std::int32_t layer, const StepVectors& vectors, cudaStream_t stream) const {
   const std::int64_t at = std::int64_t{layer} * sizes_.n_heads() * kRing * Row();
   cuda::Append({sizes_.n_heads(), sizes_.heads.n_kv_heads, sizes_.heads.head_dim, vectors.k,
-                vectors.v, positions_.data(), ring_.data() + at, kRing, rows_[Size(layer)].data(),
-                static_cast<std::int32_t>(modulus_)},
+                vectors.v, positions_.data(), nullptr, ring_.data() + at, kRing,
+                rows_[Size(layer)].data(), static_cast<std::int32_t>(modulus_)},
                stream);
 }
 

@@ -39,29 +39,46 @@ std::int32_t IndexScan::sample_step(std::int32_t n_tiles) const {
 }
 
 MeanIndex::MeanIndex(const IndexSizes& sizes, std::int32_t mean_bits, const double* multiplier,
-                     bool on_host)
+                     bool on_host, std::int32_t n_layers)
     : sizes_(sizes),
       mean_bits_(mean_bits),
       multiplier_(multiplier),
       on_host_(on_host),
-      tables_(sizes.n_heads(), sizes.heads.head_dim, sizes.heads.group()),
+      n_layers_(n_layers),
+      tables_(0, sizes.heads.head_dim, sizes.heads.group()),
       offset_(Size(sizes.n_lists())),
       noise_(Size(sizes.n_lists())),
-      bases_(Size(sizes.n_lists() * sizes.max_blocks)),
-      next_tile_(Size(sizes.n_heads())) {
+      bases_(Size(sizes.n_lists() * sizes.max_blocks)) {
+  SetCodecs(1);
   if (on_host) {
     staged_planes_.Reserve(
         Size(std::int64_t{sizes.n_heads()} * sizes.heads.head_dim * kPlanes * sizes.max_blocks));
   }
 }
 
+void MeanIndex::SetCodecs(std::int32_t n_codecs) {
+  n_codecs_ = n_codecs;
+  const std::int32_t n_tables = sizes_.n_heads() * n_codecs;
+  tables_ = MeanTableSet(n_tables, sizes_.heads.head_dim, sizes_.heads.group());
+  heads_ = DeviceBuffer<MeanTableHead>(Size(std::int64_t{n_layers_} * n_tables));
+  next_tile_ = DeviceBuffer<std::int32_t>(Size(n_tables));
+}
+
+MeanTables MeanIndex::TablesOf(std::int32_t layer) const {
+  MeanTables tables = tables_.view();
+  const std::int32_t row = layer < n_layers_ ? layer : 0;
+  tables.head = heads_.data() + std::int64_t{row} * tables.n_tables;
+  return tables;
+}
+
 std::int32_t MeanIndex::sample_step(std::int32_t /*n_tiles*/) const { return kMeanSampleStep; }
 
 void MeanIndex::Plan(std::int32_t layer, const float* q, cudaStream_t stream) {
   const Layer& l = layers_[Size(layer)];
+  planned_ = layer;
   PlanMean({.n_heads = sizes_.n_heads(),
             .n_kv_heads = sizes_.heads.n_kv_heads,
-            .n_codecs = 1,
+            .n_codecs = n_codecs_,
             .mean_bits = mean_bits_,
             .q = q,
             .variance = l.variance,
@@ -73,7 +90,7 @@ void MeanIndex::Plan(std::int32_t layer, const float* q, cudaStream_t stream) {
             .weight = l.weight,
             .multiplier = multiplier_,
             .lengths = sizes_.lengths,
-            .tables = tables_.view(),
+            .tables = TablesOf(layer),
             .offset = offset_.data(),
             .noise = noise_.data()},
            stream);
@@ -81,11 +98,11 @@ void MeanIndex::Plan(std::int32_t layer, const float* q, cudaStream_t stream) {
 
 MeanScan MeanIndex::ScanOf(std::int32_t layer) const {
   MeanScan scan{};
-  scan.tables = tables_.view();
+  scan.tables = TablesOf(layer);
   scan.mean_bits = mean_bits_;
   scan.n_kv_heads = sizes_.heads.n_kv_heads;
   scan.pieces = layers_[Size(layer)].pieces;
-  scan.n_pieces = sizes_.n_heads();
+  scan.n_pieces = sizes_.n_heads() * n_codecs_;
   scan.max_tiles = sizes_.max_tiles();
   scan.lengths = sizes_.lengths;
   scan.bases = bases_.data();
@@ -96,14 +113,15 @@ MeanScan MeanIndex::ScanOf(std::int32_t layer) const {
 
 void MeanIndex::Fetch(std::int32_t layer, cudaStream_t stream) {
   if (!on_host_) return;
-  const MeanTables& t = tables_.view();
+  const MeanTables t = TablesOf(layer);
   const std::int64_t rows = std::int64_t{t.head_dim} * kPlanes;
   GatherRuns runs = RunsOf(sizes_, layers_[Size(layer)].planes, sizeof(std::uint64_t),
                            staged_planes_.data(), rows);
+  // Tables of a head's codecs read the same planes in the same order.
   runs.rows = t.plane;
-  runs.rows_stride = rows;
+  runs.rows_stride = rows * n_codecs_;
   runs.n_rows = &t.head->n_planes;
-  runs.n_rows_stride = sizeof(MeanTableHead) / sizeof(std::int32_t);
+  runs.n_rows_stride = n_codecs_ * std::int64_t{sizeof(MeanTableHead) / sizeof(std::int32_t)};
   Gather(runs, stream);
 }
 
@@ -120,7 +138,10 @@ void MeanIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink& 
 }
 
 ScanCost MeanIndex::Cost(cudaStream_t stream) const {
-  const auto heads = ToHost(tables_.view().head, Size(sizes_.n_heads()), stream);
+  const auto tables =
+      ToHost(TablesOf(planned_).head, Size(std::int64_t{sizes_.n_heads()} * n_codecs_), stream);
+  std::vector<MeanTableHead> heads;
+  for (std::size_t i = 0; i < tables.size(); i += Size(n_codecs_)) heads.push_back(tables[i]);
   const auto lengths = ToHost(sizes_.lengths, Size(sizes_.batch), stream);
   ScanCost cost;
   for (std::size_t h = 0; h < heads.size(); ++h) {

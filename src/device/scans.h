@@ -45,7 +45,8 @@ GatherRuns RunsOf(const IndexSizes& sizes, const HostSegments& table, std::int32
 // Finished blocks of all sequences and KV heads. Waits for the stream.
 double CountBlocks(const IndexSizes& sizes, cudaStream_t stream);
 
-// fathom: planes with frozen steps and block means; one multiplier for all heads.
+// fathom: planes with frozen steps and block means; one multiplier for all heads. A head may have
+// several codecs, each with its blocks in a piece of its own; all heads have as many.
 class MeanIndex final : public IndexScan {
  public:
   struct Layer {
@@ -57,12 +58,16 @@ class MeanIndex final : public IndexScan {
     const float* center;
     const float* mean_step;
     const float* weight;
-    const ScanPiece* pieces;  // [n_heads] planes and means in HBM, or planes in the staging area
+    // [n_heads][n_codecs] planes and means in HBM, or planes in the staging area; table: head *
+    // n_codecs + codec
+    const ScanPiece* pieces;
     HostSegments planes;
   };
-  // multiplier: [1] on the device.
-  MeanIndex(const IndexSizes& sizes, std::int32_t mean_bits, const double* multiplier,
-            bool on_host);
+  // multiplier: [1] on the device. n_layers: whose read planes are to be known together, see heads.
+  MeanIndex(const IndexSizes& sizes, std::int32_t mean_bits, const double* multiplier, bool on_host,
+            std::int32_t n_layers = 1);
+  // Of every head, 1 until it is called; layers are to be set anew. Not while the device works.
+  void SetCodecs(std::int32_t n_codecs);
   // Pieces of planes in host memory read from here: [n_heads][4D][max_blocks], gathered.
   std::uint64_t* staged_planes() const { return staged_planes_.data(); }
   void SetLayers(std::vector<Layer> layers) { layers_ = std::move(layers); }
@@ -76,16 +81,24 @@ class MeanIndex final : public IndexScan {
   const float* offset() const override { return offset_.data(); }
   const float* noise() const override { return noise_.data(); }
   ScanCost Cost(cudaStream_t stream) const override;
+  // What the last step read, [n_layers][n_heads][n_codecs] on the device; the first codec of a head
+  // tells it for all.
+  const MeanTableHead* heads() const { return heads_.data(); }
 
  private:
+  MeanTables TablesOf(std::int32_t layer) const;
   MeanScan ScanOf(std::int32_t layer) const;
 
   const IndexSizes sizes_;
   const std::int32_t mean_bits_;
   const double* const multiplier_;
   const bool on_host_;
+  const std::int32_t n_layers_;
+  std::int32_t n_codecs_ = 1;
+  std::int32_t planned_ = 0;  // the layer whose plan was made last
   std::vector<Layer> layers_;
   MeanTableSet tables_;
+  DeviceBuffer<MeanTableHead> heads_;
   DeviceBuffer<float> offset_, noise_;
   DeviceBuffer<std::int32_t> bases_;  // [n_lists][max_blocks]
   DeviceBuffer<std::int32_t> next_tile_;

@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "backend/cuda/append_rows.h"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_devices.h"
 #include "backend/cuda/host_copy.h"

@@ -87,20 +87,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-__global__ void AppendKernel(AppendRow a) {
-  const int head = static_cast<int>(blockIdx.x);
-  const int position = a.positions[head / a.n_kv_heads];
-  Half* recent = a.recent + (std::int64_t{head} * a.ring + position % a.ring) * 2 * a.head_dim;
-  Half* row = a.rows[head] + std::int64_t{position % a.modulus} * 2 * a.head_dim;
-  for (int j = static_cast<int>(threadIdx.x); j < 2 * a.head_dim;
-       j += static_cast<int>(blockDim.x)) {
-    const float x = j < a.head_dim ? a.k[head * a.head_dim + j] : a.v[(head - 1) * a.head_dim + j];
-    const Half half = __half_as_ushort(__float2half_rn(x));
-    recent[j] = half;
-    row[j] = half;
-  }
-}
-
 unsigned GridFor(std::int64_t items) {
   const std::int64_t blocks = (items + kThreads - 1) / kThreads;
   return static_cast<unsigned>(blocks < 2048 ? blocks : 2048);
@@ -131,12 +117,6 @@ void FillNormal(Half* out, std::int64_t n, float deviation, std::uint64_t seed,
 
 void FillScales(Half* out, std::int64_t n, std::uint64_t seed, cudaStream_t stream) {
   FillNormal(out, n, 0, seed, stream);
-}
-
-void Append(const AppendRow& args, cudaStream_t stream) {
-  if (args.n_heads == 0) return;
-  AppendKernel<<<static_cast<unsigned>(args.n_heads), 128, 0, stream>>>(args);
-  CheckLaunch("Append");
 }
 
 }  // namespace fathom::cuda

@@ -31,18 +31,4 @@ void FillNormal(Half* out, std::int64_t n, float deviation, std::uint64_t seed,
                 cudaStream_t stream);
 void FillScales(Half* out, std::int64_t n, std::uint64_t seed, cudaStream_t stream);
 
-// Key and value of each sequence's last token, rounded to rows: into the ring of recent tokens and
-// into the rows themselves (at token % modulus).
-struct AppendRow {
-  std::int32_t n_heads, n_kv_heads, head_dim;
-  const float* k;  // [n_heads][D]
-  const float* v;
-  const std::int32_t* positions;  // [n_sequences]
-  Half* recent;                   // [n_heads][ring][2][D]
-  std::int32_t ring;
-  Half* const* rows;  // [n_heads]
-  std::int32_t modulus;
-};
-void Append(const AppendRow& args, cudaStream_t stream);
-
 }  // namespace fathom::cuda

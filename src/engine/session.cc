@@ -26,6 +26,11 @@ std::string SizeText(std::int64_t bytes) {
   return std::to_string(tenths / 10) + "." + std::to_string(tenths % 10) + " " + units.at(unit);
 }
 
+void CheckDecodeAttention(const std::string& where) {
+  if (where == "device" || where == "cpu") return;
+  throw Error(ErrorCode::kUsage, "decode attention '" + where + "'; valid places: device, cpu");
+}
+
 }  // namespace
 
 Device ParseDevice(const std::string& name) {
@@ -118,6 +123,8 @@ void Session::Impl::PrefillChunk(std::span<const Token> chunk, bool want_logits)
   logits = runner.Forward(chunk, static_cast<std::int64_t>(tokens.size()), attention, want_logits);
   tokens.insert(tokens.end(), chunk.begin(), chunk.end());
   rows.Commit(static_cast<std::int64_t>(tokens.size()));
+  ForgetDevice();
+  if (device_decode) device_decode->Expect(*method);
   times.prefill_tokens += static_cast<std::int64_t>(chunk.size());
 }
 
@@ -133,6 +140,7 @@ Session::Session(std::shared_ptr<const Model> model, const SessionOptions& optio
                                        " tokens; it must be 1.." + std::to_string(kMaxChunk));
   }
   ParseDevice(checked.device);
+  CheckDecodeAttention(checked.decode_attention);
   if (checked.calibration) checked.calibration->Check(model->info().n_layers, model->info().heads);
   const MethodSpec method = MethodSpec::Parse(checked.method);
   ValidateMethodSpec(method);
@@ -150,6 +158,7 @@ Method& Session::method() { return *impl_->method; }
 const Backend& Session::backend() const { return *impl_->backend; }
 const RowStore& Session::rows() const { return impl_->rows; }
 std::span<const float> Session::logits() const { return impl_->logits; }
+const std::string& Session::decode_attention() const { return impl_->decode_attention; }
 const SessionTimes& Session::times() const { return impl_->times; }
 void Session::ResetTimes() { impl_->times = {}; }
 
@@ -175,34 +184,26 @@ void Session::Prefill(std::span<const Token> tokens, const ProgressFn& progress)
 void Session::BuildIndex() {
   const double start = NowSeconds();
   impl_->method->BuildIndex(n_tokens());
+  impl_->ForgetDevice();
   impl_->times.index_s += NowSeconds() - start;
 }
 
 void Session::Decode(Token token) {
   impl_->CheckRoom(1);
   const double start = NowSeconds();
-  double attention_s = 0;
   const std::int64_t position = n_tokens();
   impl_->tokens.reserve(impl_->tokens.size() + 1);
-  const auto attention = [&](std::int32_t layer, std::int64_t /*n*/, const float* q, const float* k,
-                             const float* v, float* out) {
-    const double layer_start = NowSeconds();
-    impl_->rows.Write(layer, position, 1, k, v);
-    impl_->method->Attend(layer, position + 1, q, out);
-    attention_s += NowSeconds() - layer_start;
-  };
-  try {
-    impl_->logits = impl_->runner.Forward({&token, 1}, position, attention, true);
-  } catch (...) {
-    impl_->method->Truncate(
-        position);  // a block that this step finished may have joined the index of some layers
-    throw;
+  const bool on_device = impl_->PrepareDevice();
+  if (on_device) {
+    impl_->logits = impl_->device_decode->Step(*impl_->method, token);
+  } else {
+    impl_->DecodeByBackend(token);
   }
   impl_->tokens.push_back(token);
   impl_->rows.Commit(position + 1);
   impl_->times.decode_s += NowSeconds() - start;
-  impl_->times.decode_attention_s += attention_s;
   ++impl_->times.decode_tokens;
+  impl_->times.device_decode_tokens += on_device ? 1 : 0;
 }
 
 void Session::Truncate(std::int64_t n_tokens) {
@@ -212,6 +213,7 @@ void Session::Truncate(std::int64_t n_tokens) {
                                        std::to_string(n_tokens));
   }
   impl_->method->Truncate(n_tokens);
+  impl_->ForgetDevice();
   impl_->rows.Truncate(n_tokens);
   impl_->tokens.resize(static_cast<std::size_t>(n_tokens));
   impl_->logits = {};
@@ -227,6 +229,7 @@ void Session::Truncate(std::int64_t n_tokens) {
 void Session::SetMethod(const std::string& spec) {
   auto method = impl_->NewMethod(spec);
   impl_->method = std::move(method);
+  impl_->ForgetDevice();
   impl_->options.method = spec;
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "device/session_decode.h"
 #include "engine/query_sampling.h"
 #include "engine/split_backend.h"
 #include "fathom/session.h"
@@ -34,6 +35,7 @@ struct Session::Impl {
     }
     ClearQueries();
     method = NewMethod(options.method);
+    OpenDeviceDecode();
   }
 
   void ClearQueries() {
@@ -47,6 +49,17 @@ struct Session::Impl {
         MethodSpec::Parse(spec),
         {&rows, backend.get(), &queries, model->info().has_qk_norm, options.calibration.get()});
   }
+
+  // device_decode, or why there is none.
+  void OpenDeviceDecode();
+  // Prepares the step of the next token; false where the backend has to attend.
+  bool PrepareDevice();
+  // Rows, method or its index are no longer what device steps left.
+  void ForgetDevice() {
+    if (device_decode) device_decode->Forget();
+  }
+  // Decode's step by the backend.
+  void DecodeByBackend(Token token);
 
   void CheckRoom(std::int64_t n) const;
   void PrefillChunk(std::span<const Token> chunk, bool want_logits);
@@ -65,6 +78,10 @@ struct Session::Impl {
   std::vector<LayerQueries> queries;
   std::vector<std::int64_t> query_strides;  // of LayerQueries::samples
   std::unique_ptr<Method> method;
+  // Whole decode steps on the device; null without. Gone before the rows that it has registered.
+  std::unique_ptr<SessionDecode> device_decode;
+  std::string no_device_decode;  // why there is none though the options ask for it
+  std::string decode_attention;  // Session::decode_attention
   std::vector<Token> tokens;
   std::span<const float> logits;
   std::vector<float> restored_logits;  // what `logits` shows after resuming

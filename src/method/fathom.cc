@@ -187,6 +187,25 @@ class FathomMethod final : public PlaneMethod {
     return PlaneMethod::SaveIndex(out);
   }
 
+  // A device makes the plan of one multiplier, out of distortions, for codes of keys as they are.
+  std::string Refusal() const override {
+    if (config_own_.paper) return "preset=paper is scanned by the CPU";
+    if (config_own_.shape.codec != Codec::kMean) return "store=paper is scanned by the CPU";
+    if (config_own_.plan != PlanRule::kCommon) return "only plan=common is made by the device";
+    if (config_own_.basis != BasisRule::kCentred) return "the device maps no queries (basis)";
+    if (config_.least_weight > 0) return "the device reads all values (values=lazy)";
+    const bool built = index().built(n_layers() - 1);
+    if (!common() && (built || !CanFitCommon())) return "there is no prefill to fit plan=common on";
+    return {};
+  }
+
+  PlaneHead plane_head(std::int32_t layer, std::int32_t kv_head) const override {
+    const HeadPlan& plan = Plan(layer, kv_head);
+    return {&index().head(layer, kv_head).index, plan.distortion, plan.hull.get()};
+  }
+  double multiplier() const override { return multiplier_; }
+  std::uint64_t version() const override { return index().version(); }
+
   void LoadIndex(StateReader* in) override {
     multiplier_ = in->Get<double>();
     fit_tokens_ = in->GetIn<std::int64_t>(0, std::int64_t{1} << 40);
@@ -203,6 +222,9 @@ class FathomMethod final : public PlaneMethod {
   };
 
   HeadPlan& Plan(std::int32_t layer, std::int32_t kv_head) {
+    return plans_[static_cast<std::size_t>(layer * geometry().n_kv_heads + kv_head)];
+  }
+  const HeadPlan& Plan(std::int32_t layer, std::int32_t kv_head) const {
     return plans_[static_cast<std::size_t>(layer * geometry().n_kv_heads + kv_head)];
   }
   // False while there is no multiplier: a session without queries plans every head by itself.

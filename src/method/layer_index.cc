@@ -1,19 +1,29 @@
 // SPDX-License-Identifier: MIT
 #include "method/layer_index.h"
 
+#include <atomic>
 #include <utility>
 
 #include "base/parallel.h"
 #include "memory/state_stream.h"
 
 namespace fathom {
+namespace {
+
+std::uint64_t NextVersion() {
+  static std::atomic<std::uint64_t> last{0};
+  return ++last;
+}
+
+}  // namespace
 
 LayerIndex::LayerIndex(const MethodContext& context, LayerIndexOptions options)
     : context_(context),
       options_(options),
       heads_(static_cast<std::size_t>(context.rows->n_layers()) *
              static_cast<std::size_t>(context.rows->geometry().n_kv_heads)),
-      built_tokens_(static_cast<std::size_t>(context.rows->n_layers()), 0) {}
+      built_tokens_(static_cast<std::size_t>(context.rows->n_layers()), 0),
+      version_(NextVersion()) {}
 
 std::size_t LayerIndex::Slot(std::int32_t layer, std::int32_t kv_head) const {
   return static_cast<std::size_t>(layer) *
@@ -35,6 +45,7 @@ void LayerIndex::BuildHead(std::int32_t layer, std::int32_t kv_head, std::int64_
 void LayerIndex::BuildAll(std::int64_t n_tokens) {
   for (auto& tokens : built_tokens_) {
     if (Outgrown(tokens, n_tokens)) tokens = 0;
+    if (tokens == 0) version_ = NextVersion();
   }
   const std::int32_t n_kv = context_.rows->geometry().n_kv_heads;
   ParallelFor(static_cast<std::int64_t>(heads_.size()), context_.backend->n_threads(),
@@ -51,6 +62,7 @@ void LayerIndex::Extend(std::int32_t layer, std::int64_t n_tokens) {
   const int n_threads = context_.backend->n_threads();
   const std::int64_t n_blocks = n_tokens / kBlockTokens;
   if (!built(layer)) {
+    version_ = NextVersion();
     ParallelFor(n_kv, n_threads,
                 [&](std::int64_t h) { BuildHead(layer, static_cast<std::int32_t>(h), n_tokens); });
     built_tokens_[static_cast<std::size_t>(layer)] = n_tokens;
@@ -72,6 +84,7 @@ void LayerIndex::Truncate(std::int64_t n_tokens) {
     auto& built_tokens = built_tokens_[static_cast<std::size_t>(layer)];
     if (built_tokens == 0) continue;
     const bool drop = n_tokens < built_tokens;
+    if (drop || head(layer, 0).index.n_blocks() > n_blocks) version_ = NextVersion();
     for (std::int32_t h = 0; h < n_kv; ++h) {
       auto& slot = heads_[Slot(layer, h)];
       if (drop) {
@@ -110,6 +123,7 @@ void LayerIndex::Load(StateReader* in) {
       in->Get<std::int32_t>() != shape.segment_blocks) {
     in->Fail("its index is of another codec or shape than its method has");
   }
+  version_ = NextVersion();
   built_tokens_ = in->GetAll<std::int64_t>(built_tokens_.size());
   const std::int32_t n_kv = context_.rows->geometry().n_kv_heads;
   for (std::size_t slot = 0; slot < heads_.size(); ++slot) {

@@ -52,6 +52,12 @@ class LayerIndex {
   IndexedHead& head(std::int32_t layer, std::int32_t kv_head) {
     return *heads_[Slot(layer, kv_head)];
   }
+  const IndexedHead& head(std::int32_t layer, std::int32_t kv_head) const {
+    return *heads_[Slot(layer, kv_head)];
+  }
+  // Changes whenever a block that was there is gone or another one, and differs between indexes:
+  // who keeps a copy of the blocks need only add new ones while it stays.
+  std::uint64_t version() const { return version_; }
   std::int64_t MemoryBytes() const;
   void Save(StateWriter* out);
   // Throws Error(kCorrupt) where it is not of the same shape.
@@ -71,6 +77,7 @@ class LayerIndex {
       heads_;  // [n_layers][n_kv_heads], null before the build
   std::vector<std::int64_t>
       built_tokens_;  // [n_layers] tokens the statistics saw, 0 before the build
+  std::uint64_t version_;
 };
 
 }  // namespace fathom

@@ -54,6 +54,7 @@ class PlaneMethod : public SparseMethod {
   void LoadIndex(StateReader* in) override { index_.Load(in); }
 
   LayerIndex& index() { return index_; }
+  const LayerIndex& index() const { return index_; }
 
  private:
   // reads_, offsets and noise of every KV head; returns the read bits.

@@ -13,6 +13,7 @@
 #include "fathom/method.h"
 #include "method/options.h"
 #include "method/residual.h"
+#include "method/step_source.h"
 
 namespace fathom {
 
@@ -55,7 +56,7 @@ struct LayerScores {
   float* noise = nullptr;   // [n_heads]
 };
 
-class SparseMethod : public Method {
+class SparseMethod : public Method, protected StepSource {
  public:
   SparseMethod(const MethodContext& context, SparseConfig config, std::string spec);
 
@@ -66,6 +67,7 @@ class SparseMethod : public Method {
   bool Save(StateWriter* out) final;
   void Load(StateReader* in) final;
   std::int64_t MemoryBytes() const final;
+  StepSource* step_source() final { return this; }
   AttendedTokens attended(std::int32_t kv_head) const final;
   std::span<const float> residual_factors() const final;
 
@@ -108,6 +110,19 @@ class SparseMethod : public Method {
   // measured by it. An author who takes the estimate for both overwrites it (SparQ).
   virtual void SelectedLse(std::int32_t /*layer*/, std::int64_t /*n_tokens*/, const float* /*q*/,
                            const LayerScores& /*scores*/, std::span<float> /*lse*/) {}
+
+  // StepSource, for steps on a device (sparse_source.cc). A method whose index a device scans
+  // overrides the first four.
+  std::string Refusal() const override;
+  PlaneHead plane_head(std::int32_t layer, std::int32_t kv_head) const override;
+  double multiplier() const override { return 0; }
+  std::uint64_t version() const override { return 0; }
+  Rules rules() const final;
+  bool Scans(std::int64_t n_tokens) const final;
+  void CatchUp(std::int64_t n_tokens) final;
+  const ValueMeans& values(std::int32_t layer, std::int32_t kv_head) const final;
+  std::span<const float> factors() const final { return factor_; }
+  void Count(const MethodCounters& step) final;
 
   // Whether the layer scans at this length.
   bool IsSparseAt(std::int32_t layer, std::int64_t n_tokens) const {

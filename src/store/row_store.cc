@@ -111,6 +111,11 @@ const Half* RowStore::rows(std::int32_t layer, std::int32_t kv_head) const {
   return head(layer, kv_head);
 }
 
+Half* RowStore::rows(std::int32_t layer, std::int32_t kv_head) {
+  assert(layer >= 0 && layer < n_layers_ && kv_head >= 0 && kv_head < geometry_.n_kv_heads);
+  return head(layer, kv_head);
+}
+
 std::int64_t RowStore::Bytes(std::int32_t n_layers, HeadGeometry geometry, std::int64_t n_tokens) {
   return std::int64_t{n_layers} * geometry.n_kv_heads * n_tokens * RowHalves(geometry) *
          std::int64_t{sizeof(Half)};

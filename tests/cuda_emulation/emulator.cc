@@ -104,6 +104,7 @@ class Block {
     if (random_() % 256 == 0) Yield();
   }
   Warp& warp() { return warps_[static_cast<std::size_t>(current_ / 32)]; }
+  bool DrawsOne() { return random_() % 4 == 0; }
   unsigned char* dynamic() const { return dynamic_; }
   std::size_t dynamic_bytes() const { return dynamic_bytes_; }
 
@@ -341,6 +342,7 @@ void Launch(const void* kernel, dim3 grid, int threads, std::size_t shared, cuda
           [=, work = std::move(body)] { Block::Get().RunGrid(grid, threads, shared, work); });
 }
 
+bool DrawsOne() { return Block::Get().DrawsOne(); }
 Votes SyncBlock(bool vote) { return Block::Get().Sync(vote); }
 void MaybeYield() { Block::Get().MaybeYield(); }
 const std::uint64_t* Exchange(std::uint64_t value) { return Block::Get().Exchange(value); }

@@ -61,7 +61,7 @@ namespace fathom::emulation {
 // What <<<grid, threads, shared, stream>>> does; `body` calls the kernel with its arguments.
 void Launch(const void* kernel, dim3 grid, int threads, std::size_t shared, cudaStream_t stream,
             std::function<void()> body);
-// Does the work now, or records it if the stream does (runtime.cc).
+// Does the work now or later, or records it if the stream does (runtime.cc).
 void Enqueue(cudaStream_t stream, std::function<void()> work);
 // Whether `bytes` bytes at p lie in one allocation of the device (runtime.cc).
 bool IsDeviceMemory(const void* p, std::size_t bytes);
@@ -72,6 +72,8 @@ template <typename R, typename... Args>
 const void* AddressOf(R (*kernel)(Args...)) {
   return reinterpret_cast<const void*>(kernel);
 }
+// True one time in four, as FATHOM_EMULATION_SEED has it.
+bool DrawsOne();
 cudaError_t SetKernelAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
 // --- What a thread can do ------------------------------------------------------------------------

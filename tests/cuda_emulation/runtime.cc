@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: MIT
-// The part of the CUDA runtime that the library uses, on host memory: work on a stream is done when
-// it is asked for, or recorded where the stream is being captured. As on a device, fresh memory
-// holds anything (a pattern), and nothing may be allocated, copied synchronously or waited for
-// during a capture. Every allocation ends at a page that faults, up to the 255 bytes that alignment
+// The part of the CUDA runtime that the library uses, on host memory. Work on a stream is recorded
+// where the stream is being captured. Else it is done at some time, drawn at random, between when
+// it is asked for and when the host waits for it, so that memory that the host reads or changes
+// too early is seen; the default stream does everything at once. As on a device, fresh memory holds
+// anything (a pattern), and nothing may be allocated, copied synchronously or waited for during a
+// capture. Every allocation ends at a page that faults, up to the 255 bytes that alignment
 // leaves, which are looked at when it is freed. One thread at a time.
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
@@ -11,8 +13,12 @@
 #include <chrono>
 #include <cstddef>
 #include <cstring>
+#include <deque>
 #include <functional>
+#include <iterator>
 #include <map>
+#include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -27,9 +33,12 @@ struct CUgraphExec_st {
 };
 struct CUstream_st {
   CUgraph_st* recording = nullptr;
+  std::deque<std::function<void()>> waiting;
 };
 struct CUevent_st {
   std::chrono::steady_clock::time_point time;
+  cudaStream_t stream = nullptr;  // where it was recorded last
+  int waiting = 0;                // records that are not done yet
 };
 
 namespace fathom::emulation {
@@ -50,6 +59,9 @@ struct Allocation {
 
 std::map<const void*, Allocation> allocations;  // by where they start
 std::size_t device_bytes_used = 0;
+std::mutex registered_mutex;  // the host's memory may be registered in the background
+std::map<const void*, std::size_t> registered;
+std::set<cudaStream_t> streams;
 int n_recording = 0;  // streams
 cudaError_t last_error = cudaSuccess;
 
@@ -78,8 +90,22 @@ cudaError_t Allocate(void** p, std::size_t bytes, bool on_device) {
   return cudaSuccess;
 }
 
+void Finish(cudaStream_t stream) {
+  if (stream == nullptr) return;
+  while (!stream->waiting.empty()) {
+    const std::function<void()> work = std::move(stream->waiting.front());
+    stream->waiting.pop_front();
+    work();
+  }
+}
+void FinishAll() {
+  for (const cudaStream_t stream : streams) Finish(stream);
+}
+
+// Waits for the device, as CUDA does.
 cudaError_t Free(void* p, bool on_device) {
   if (p == nullptr) return cudaSuccess;
+  FinishAll();
   const auto found = allocations.find(p);
   if (found == allocations.end() || found->second.on_device != on_device)
     return Failed(cudaErrorInvalidValue);
@@ -103,6 +129,26 @@ struct Run {
   std::size_t bytes() const { return width == 0 || rows == 0 ? 0 : (rows - 1) * pitch + width; }
 };
 
+bool IsPageLocked(const void* p) {
+  const auto holds = [p](const auto& map, const auto& bytes_of) {
+    const auto found = map.upper_bound(p);
+    if (found == map.begin()) return false;
+    const auto& [start, entry] = *std::prev(found);
+    return static_cast<const std::byte*>(p) <
+           static_cast<const std::byte*>(start) + bytes_of(entry);
+  };
+  const std::lock_guard lock(registered_mutex);
+  return holds(allocations, [](const Allocation& a) { return a.bytes; }) ||
+         holds(registered, [](std::size_t bytes) { return bytes; });
+}
+
+void CopyRuns(void* to, const Run& to_run, const void* from, const Run& from_run) {
+  for (std::size_t i = 0; i < to_run.rows; ++i) {
+    std::memcpy(static_cast<std::byte*>(to) + i * to_run.pitch,
+                static_cast<const std::byte*>(from) + i * from_run.pitch, to_run.width);
+  }
+}
+
 // Fails where a side that `kind` says is the device's is not, or the other one is.
 cudaError_t Copy(void* to, const Run& to_run, const void* from, const Run& from_run,
                  cudaMemcpyKind kind, cudaStream_t stream) {
@@ -112,12 +158,16 @@ cudaError_t Copy(void* to, const Run& to_run, const void* from, const Run& from_
                              IsDeviceMemory(from, from_run.bytes()) != from_device)) {
     return Failed(cudaErrorInvalidValue);
   }
-  Enqueue(stream, [=] {
-    for (std::size_t i = 0; i < to_run.rows; ++i) {
-      std::memcpy(static_cast<std::byte*>(to) + i * to_run.pitch,
-                  static_cast<const std::byte*>(from) + i * from_run.pitch, to_run.width);
-    }
-  });
+  const bool records = stream != nullptr && stream->recording != nullptr;
+  if (!records && to_device && !from_device && !IsPageLocked(from)) {
+    // Pageable memory is read before the call returns.
+    const auto* first = static_cast<const std::byte*>(from);
+    const std::vector<std::byte> staged(first, first + from_run.bytes());
+    Enqueue(stream, [=] { CopyRuns(to, to_run, staged.data(), from_run); });
+    return cudaSuccess;
+  }
+  Enqueue(stream, [=] { CopyRuns(to, to_run, from, from_run); });
+  if (!records && from_device && !to_device && !IsPageLocked(to)) Finish(stream);  // and written
   return cudaSuccess;
 }
 
@@ -139,8 +189,11 @@ cudaError_t Fill(void* to, int value, std::size_t bytes, cudaStream_t stream) {
 void Enqueue(cudaStream_t stream, std::function<void()> work) {
   if (stream != nullptr && stream->recording != nullptr) {
     stream->recording->work.push_back(std::move(work));
-  } else {
+  } else if (stream == nullptr) {
     work();
+  } else {
+    stream->waiting.push_back(std::move(work));
+    if (DrawsOne()) Finish(stream);
   }
 }
 
@@ -230,10 +283,16 @@ cudaError_t cudaMallocHost(void** p, std::size_t bytes) {
   return fathom::emulation::Allocate(p, bytes, false);
 }
 cudaError_t cudaFreeHost(void* p) { return fathom::emulation::Free(p, false); }
-cudaError_t cudaHostRegister(void* /*p*/, std::size_t /*bytes*/, unsigned /*flags*/) {
+cudaError_t cudaHostRegister(void* p, std::size_t bytes, unsigned /*flags*/) {
+  const std::lock_guard lock(fathom::emulation::registered_mutex);
+  fathom::emulation::registered[p] = bytes;
   return cudaSuccess;
 }
-cudaError_t cudaHostUnregister(void* /*p*/) { return cudaSuccess; }
+cudaError_t cudaHostUnregister(void* p) {
+  const std::lock_guard lock(fathom::emulation::registered_mutex);
+  fathom::emulation::registered.erase(p);
+  return cudaSuccess;
+}
 cudaError_t cudaHostGetDevicePointer(void** device, void* host, unsigned /*flags*/) {
   *device = host;
   return cudaSuccess;
@@ -267,35 +326,56 @@ cudaError_t cudaMemsetAsync(void* to, int value, std::size_t bytes, cudaStream_t
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned /*flags*/) {
   *stream = new CUstream_st;
+  fathom::emulation::streams.insert(*stream);
   return cudaSuccess;
 }
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+  fathom::emulation::Finish(stream);
+  fathom::emulation::streams.erase(stream);
   delete stream;
   return cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
   const bool recording = stream != nullptr && stream->recording != nullptr;
-  return recording ? Failed(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+  if (recording) return Failed(cudaErrorStreamCaptureUnsupported);
+  fathom::emulation::Finish(stream);
+  return cudaSuccess;
 }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  if (fathom::emulation::n_recording > 0) return Failed(cudaErrorStreamCaptureUnsupported);
+  fathom::emulation::FinishAll();
+  return cudaSuccess;
+}
 
 cudaError_t cudaEventCreate(cudaEvent_t* event) {
   *event = new CUevent_st;
   return cudaSuccess;
 }
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  fathom::emulation::FinishAll();
   delete event;
   return cudaSuccess;
 }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
-  Enqueue(stream, [=] { event->time = std::chrono::steady_clock::now(); });
+  event->stream = stream;
+  ++event->waiting;
+  Enqueue(stream, [=] {
+    event->time = std::chrono::steady_clock::now();
+    event->waiting = std::max(event->waiting - 1, 0);  // launches of a graph were not counted
+  });
   return cudaSuccess;
 }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned /*flags*/) {
   return cudaEventRecord(event, stream);
 }
-cudaError_t cudaEventSynchronize(cudaEvent_t /*event*/) { return cudaSuccess; }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  if (fathom::emulation::streams.count(event->stream) > 0) {
+    fathom::emulation::Finish(event->stream);
+  }
+  return cudaSuccess;
+}
 cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t start, cudaEvent_t end) {
+  if (start->waiting > 0 || end->waiting > 0) return Failed(cudaErrorNotReady);
   *ms = std::chrono::duration<float, std::milli>(end->time - start->time).count();
   return cudaSuccess;
 }

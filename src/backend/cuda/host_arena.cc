@@ -49,16 +49,6 @@ std::int64_t WholePages(std::int64_t bytes) {
   return (bytes + HostArena::kPage - 1) / HostArena::kPage * HostArena::kPage;
 }
 
-// Throws where `bytes` cannot become resident.
-void CheckRoom(std::int64_t bytes) {
-  const std::int64_t available = AvailableMemoryBytes();
-  if (available == 0 || bytes <= std::max<std::int64_t>(available - kSpare, 0)) return;
-  throw Error(ErrorCode::kNoMemory,
-              "index and rows need " + SizeText(bytes) + " of host memory, " + SizeText(available) +
-                  " are available and " + SizeText(kSpare) +
-                  " of that must be left; choose a shorter context or a smaller batch");
-}
-
 // Makes pages resident without changing what is in them, while others may write them. Returns why
 // not, or nothing.
 std::string MakeResident(std::byte* at, std::int64_t bytes) {
@@ -163,6 +153,14 @@ std::string Register(std::byte* at, std::size_t bytes) {
 
 }  // namespace
 
+void CheckHostMemory(std::int64_t bytes, const std::string& what, const std::string& remedy) {
+  const std::int64_t available = AvailableMemoryBytes();
+  if (available == 0 || bytes <= std::max<std::int64_t>(available - kSpare, 0)) return;
+  throw Error(ErrorCode::kNoMemory, what + " need " + SizeText(bytes) + " of host memory, " +
+                                        SizeText(available) + " are available and " +
+                                        SizeText(kSpare) + " of that must be left; " + remedy);
+}
+
 HostPinner CudaPinner() {
   int device = 0;
   if (cudaGetDevice(&device) != cudaSuccess) {
@@ -188,7 +186,7 @@ HostArena::HostArena(std::int64_t bytes, HostPinner pinner, std::int64_t piece_b
     done_ = true;
     return;
   }
-  CheckRoom(bytes);
+  CheckHostMemory(bytes, "index and rows", "choose a shorter context or a smaller batch");
   size_ = WholePages(bytes);
   memory_ = Reservation(static_cast<std::size_t>(size_ + kPage), true);
   const auto begin = reinterpret_cast<std::uintptr_t>(memory_.data());

@@ -29,6 +29,10 @@ struct HostPinner {
 // cudaHostRegister, mapped and portable, on the device that the calling thread uses now.
 HostPinner CudaPinner();
 
+// Throws Error(kNoMemory) where taking `bytes` more of host memory would leave too little for the
+// rest of the process, naming `what` takes them, all three numbers and the remedy.
+void CheckHostMemory(std::int64_t bytes, const std::string& what, const std::string& remedy);
+
 // Bytes registered, of all. False asks to stop.
 using ArenaProgress = std::function<bool(std::int64_t registered, std::int64_t total)>;
 
