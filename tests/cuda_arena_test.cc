@@ -216,8 +216,12 @@ TEST(HostPins, ARefusalIsForGood) {
     pins.Add(memory.data() + 3 * 4096, 4096);
     EXPECT_TRUE(Holds(pins.Wait(), "refused"));
     EXPECT_EQ(fake.n_pins, 2);
+    EXPECT_EQ(fake.held.size(), 1U);
+    pins.Release();
+    EXPECT_TRUE(fake.held.empty());
+    EXPECT_TRUE(Holds(pins.Wait(), "refused"));
   }
-  EXPECT_TRUE(fake.held.empty());
+  EXPECT_EQ(fake.n_unpins, 1);
   fake.begin_failure = "no device";
   HostPins pins(fake.Pinner());
   pins.Add(memory.data(), 4096);

@@ -428,6 +428,9 @@ TEST_F(CudaCli, AnswersOnTheDevice) {
                                          " -p '" + kQuestion + "' --no-chat -n 8 --device cuda");
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_NE(result.out.find(kAnswer), std::string::npos) << result.out;
+  EXPECT_NE(result.err.find("decode attended on the GPU for 7 of 7 tokens, last on device"),
+            std::string::npos)
+      << result.err;
 }
 #endif
 

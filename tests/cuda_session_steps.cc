@@ -188,14 +188,19 @@ TEST_F(CudaSession, TakesTurnsWithTheMethod) {
 }
 
 TEST_F(CudaSession, MemoryThatCannotBeRegistered) {
+  int held = 0;
   cuda::HostPinner pinner;
   pinner.begin = [] { return std::string(); };
-  pinner.pin = [](std::byte*, std::size_t) { return std::string("not allowed"); };
-  pinner.unpin = [](std::byte*) {};
+  pinner.pin = [&](std::byte*, std::size_t) {
+    return std::string(++held < 3 ? "" : "not allowed");
+  };
+  pinner.unpin = [&](std::byte*) { --held; };
   SessionPair pair({"fathom:k=128,min=0"}, pinner);
   pair.Prefill(300);
   EXPECT_TRUE(Holds(pair.Step(), "not allowed")) << pair.Step();
   EXPECT_TRUE(Holds(pair.Step(), "ulimit -l")) << pair.Step();
+  EXPECT_EQ(held, 1);  // that was not registered
+  pair.HostStepOfBoth();
 }
 
 }  // namespace

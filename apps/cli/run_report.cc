@@ -158,7 +158,11 @@ std::string ComparisonText(const RunReport& report) {
   for (const MethodRun& run : report.runs) {
     const Totals totals = Sum(run);
     text += run.label + ": " + Fixed(Rate(totals.times.decode_tokens, totals.times.decode_s), 1) +
-            " tokens/s, attention " + Fixed(AttentionMs(totals), 3) + " ms/token\n";
+            " tokens/s";
+    if (const double ms = AttentionMs(totals); ms > 0) {
+      text += ", attention " + Fixed(ms, 3) + " ms/token";
+    }
+    text += "\n";
   }
   return text;
 }

@@ -45,6 +45,14 @@ SessionAttention::SessionAttention(RowStore* rows, int n_threads, HostPinner pin
 void SessionAttention::RegisterRows() {
   if (std::exchange(registers_, true)) return;
   const HeadGeometry& heads = rows_->geometry();
+  try {
+    CheckHostMemory(
+        RowStore::Bytes(rows_->n_layers(), heads, rows_->capacity()) - rows_->MemoryBytes(),
+        "rows of the whole context, which the device reads,", "choose a shorter context (-c)");
+  } catch (const Error& error) {
+    no_rows_ = error.what();
+    return;
+  }
   const std::int64_t bytes =
       RowStore::Bytes(1, {heads.group(), 1, heads.head_dim}, WholeBlocks(rows_->capacity()));
   for (std::int32_t layer = 0; layer < rows_->n_layers(); ++layer) {
@@ -67,7 +75,11 @@ std::string SessionAttention::Prepare(StepSource& source, std::int64_t n_tokens)
     if (std::string why = source.Refusal(); !why.empty()) return why;
   }
   RegisterRows();
-  if (std::string why = pins_.Wait(); !why.empty()) return why;
+  if (no_rows_.empty()) no_rows_ = pins_.Wait();
+  if (!no_rows_.empty()) {
+    pins_.Release();
+    return no_rows_;
+  }
   try {
     if (std::string why = PrepareScan(source, n_tokens, &scans); !why.empty()) return why;
     if (resident_ != n_tokens) LoadResident(n_tokens);

@@ -81,6 +81,7 @@ class SessionAttention {
   const int n_threads_;
   HostPins pins_;
   bool registers_ = false;  // rows are registered, or asked to be
+  std::string no_rows_;     // why they cannot be, for good
   std::string refusal_;     // until Forget
   const Stream stream_;     // of uploads, between steps
 

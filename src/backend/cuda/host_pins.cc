@@ -8,7 +8,7 @@
 
 namespace fathom::cuda {
 
-HostPins::~HostPins() {
+void HostPins::Release() {
   {
     const std::lock_guard lock(mutex_);
     stop_ = true;
@@ -16,6 +16,7 @@ HostPins::~HostPins() {
   changed_.notify_all();
   if (thread_.joinable()) thread_.join();
   for (std::byte* at : registered_) pinner_.unpin(at);
+  registered_.clear();
 }
 
 void HostPins::Add(std::byte* at, std::int64_t bytes) {

@@ -22,8 +22,8 @@ namespace fathom::cuda {
 class HostPins {
  public:
   explicit HostPins(HostPinner pinner = CudaPinner()) : pinner_(std::move(pinner)) {}
-  // Unregisters all. No work of the device on it may be left, and the memory must still be there.
-  ~HostPins();
+  // As Release. The memory must still be there.
+  ~HostPins() { Release(); }
   HostPins(const HostPins&) = delete;
   HostPins& operator=(const HostPins&) = delete;
 
@@ -34,6 +34,8 @@ class HostPins {
   // Until all that was asked for is registered. Returns why it is not, for good, or nothing: the
   // system refused, or too little memory would have been left.
   std::string Wait();
+  // Stops for good, and unregisters all. No work of the device on it may be left.
+  void Release();
 
  private:
   struct Range {
