@@ -13,6 +13,7 @@
 #include "../apps/cli/svg_bars.h"
 #include "fathom/fathom.h"
 #include "support/program.h"
+#include "support/random_data.h"
 
 namespace fathom::cli {
 namespace {
@@ -101,8 +102,9 @@ StepReport MadeReport() {
 TEST_F(BenchStepCli, HelpNamesWhatThereIs) {
   const test::ProgramResult help = Run("--help");
   EXPECT_EQ(help.code, 0);
-  ExpectHolds(help.out, {"--shape", "qwen3-8b", "llama-3.1-8b", "smoke", "--ctx", "--methods",
-                         "--placement", "--batch", "--rows-fold", "--steps", "--svg", "--json"});
+  ExpectHolds(help.out,
+              {"--shape", "qwen3-8b", "llama-3.1-8b", "smoke", "--ctx", "--methods", "--placement",
+               "--batch", "--rows-fold", "--keys", "--steps", "--svg", "--json"});
 }
 
 TEST_F(BenchStepCli, BadRequestsAreRefused) {
@@ -118,6 +120,19 @@ TEST_F(BenchStepCli, BadRequestsAreRefused) {
   ExpectError("--steps 2", 2, {"--steps"});
   ExpectError("--rows-fold some", 2, {"some"});
   ExpectError("--speed", 2, {"--speed"});
+}
+
+// Before anything else is done, so on every machine with a build of CUDA.
+TEST_F(BenchStepCli, CapturesThatDoNotFitAreRefused) {
+  const std::string capture =
+      std::string(FATHOM_SOURCE_DIR) + "/tests/data/capture-960.safetensors";
+  ExpectError("--shape smoke --keys " + test::Quoted(capture), 2,
+              {"capture-960.safetensors", "128 channels", "smoke of 64", "--shape"});
+  ExpectError("--keys " + test::Quoted(folder_ / "none.safetensors"), 1, {"none.safetensors"});
+  ExpectError("--keys " + test::Quoted(Write("text.safetensors", "no capture")), 1,
+              {"text.safetensors"});
+  if (HasDevice()) return;
+  ExpectError("--shape qwen3-8b --keys " + test::Quoted(capture), 1, {"CUDA"});
 }
 
 TEST_F(BenchStepCli, WithoutADeviceIsOneClearError) {
@@ -142,6 +157,38 @@ TEST_F(BenchStepCli, TheSmallShapeRuns) {
     EXPECT_GT(row["memcpy_gb_s"].get<double>(), 0) << row.dump();
     EXPECT_GT(row["ratio"].get<double>(), 0) << row.dump();
   }
+}
+
+TEST_F(BenchStepCli, TheSmallShapeRunsOnCapturedKeys) {
+  if (!HasDevice()) GTEST_SKIP() << "no CUDA device";
+  CaptureGeometry g;
+  g.n_tokens = 1000;
+  g.heads = {4, 2, 64};
+  g.layers = {3};
+  g.q_positions = {998, 999};
+  g.stats_positions = {100, 900};
+  const std::string path = (folder_ / "made.safetensors").string();
+  CaptureWriter writer(path, g, CaptureType::kF32);
+  const auto wide = test::RandomNormal(1000 * 256, 1), k = test::RandomNormal(1000 * 128, 2);
+  writer.Write(3, 0, 1000, wide.data(), k.data(), k.data());
+  writer.Commit();
+  const std::string keys = " --keys " + test::Quoted(path);
+  const test::ProgramResult result =
+      Run("--shape smoke --ctx 16k --batch 1,2 --steps 3 --placement host,hbm --methods "
+          "fathom:bits=28 fathom:preset=paper sparq:r=32 double-sparsity loki landmark exact dense "
+          "--json" +
+          keys);
+  ASSERT_EQ(result.code, 0) << result.err;
+  const nlohmann::json json = nlohmann::json::parse(result.out);
+  EXPECT_EQ(json["keys"]["n_tokens"], 960);
+  ASSERT_EQ(json["rows"].size(), 32U);
+  for (const nlohmann::json& row : json["rows"]) {
+    ASSERT_FALSE(row.contains("refusal")) << row.dump();
+    EXPECT_GT(row["gpu_ms"].get<double>(), 0) << row.dump();
+    EXPECT_EQ(row["random_index"], false) << row.dump();
+  }
+  ExpectError("--shape smoke --ctx 16k --methods dense --rows-fold 1024" + keys, 2,
+              {"1024", "960", "multiple"});
 }
 
 TEST(BenchStepReport, ShapesAreValid) {
@@ -210,6 +257,35 @@ TEST(BenchStepReport, TablesHoldRowsPublishedNumbersAndNotes) {
   EXPECT_NE(StepTables({}).find("method"), std::string::npos);
 }
 
+StepReport CapturedReport() {
+  StepReport report = MadeReport();
+  report.keys = {"book.safetensors", "Qwen3 8B", 131072};
+  report.rows[2].result->random_index = true;
+  return report;
+}
+
+TEST_F(BenchStepCli, WhichKeysIsSaidEverywhere) {
+  const StepReport made = MadeReport(), captured = CapturedReport();
+  EXPECT_NE(StepTables(made).find("synthetic keys\n"), std::string::npos);
+  EXPECT_EQ(StepTables(made).find("random codes"), std::string::npos);
+  EXPECT_TRUE(StepJson(made)["keys"].is_null());
+  EXPECT_EQ(StepFigure(made).title.find("keys"), std::string::npos);
+
+  const std::string text = StepTables(captured);
+  ExpectHolds(text, {"keys of book.safetensors (Qwen3 8B): token i uses captured token i mod "
+                     "131,072\n",
+                     "random codes in the index", "of the keys: sparq:r=32\n"});
+  EXPECT_EQ(text.find("synthetic"), std::string::npos);
+  const nlohmann::json json = StepJson(captured);
+  EXPECT_EQ(json["keys"]["file"], "book.safetensors");
+  EXPECT_EQ(json["keys"]["model"], "Qwen3 8B");
+  EXPECT_EQ(json["keys"]["n_tokens"], 131072);
+  EXPECT_EQ(json["rows"][2]["random_index"], true);
+  EXPECT_EQ(json["rows"][0]["random_index"], false);
+  ExpectHolds(TextsOfXml(RenderBars(StepFigure(captured))),
+              {"keys of book.safetensors (Qwen3 8B)"});
+}
+
 TEST_F(BenchStepCli, PicturesHoldEveryBar) {
   const BarFigure figure = StepFigure(MadeReport());
   ASSERT_EQ(figure.panels.size(), 2U);
@@ -252,6 +328,12 @@ TEST_F(BenchStepCli, TheReportToolFillsItsPage) {
                      "1,048,576 tokens, batch 1, index in host memory", "177 (225)", "3.00",
                      "`dense` was not measured: 1.0 TiB of HBM", "pinned memcpy 55.0 GB/s"});
   EXPECT_EQ(std::system((tool + " --check").c_str()), 0);
+  EXPECT_EQ(text.find("captured"), std::string::npos);
+  Write("made.json", StepJson(CapturedReport()).dump(2));
+  ASSERT_EQ(std::system(tool.c_str()), 0);
+  ExpectHolds(test::ReadAll(page),
+              {"those of `book.safetensors` (Qwen3 8B): token i uses captured token i mod 131,072.",
+               "The index of `sparq:r=32` holds random codes."});
 }
 
 }  // namespace

@@ -37,7 +37,7 @@ ALLOWED = {
     "method": ["base", "memory", "stats", "store", "plan", "backend"],
     "eval": ["base", "memory", "stats", "store", "plan", "backend", "method", "capture"],
     "model": ["base", "memory", "backend/cuda"],
-    "device": ["base", "memory", "stats", "store", "plan", "backend", "backend/cuda", "method", "model"],
+    "device": ["base", "memory", "stats", "store", "plan", "backend", "backend/cuda", "method", "eval", "model"],
     "engine": ["base", "memory", "archive", "capture", "stats", "store", "plan", "backend", "method", "model",
                "device/session_decode.h"],
 }

@@ -79,6 +79,15 @@ def published_table(rows):
     return ["", "Beside the paper's table (A100, PCIe 4):", ""] + markdown(columns, rows)
 
 
+def keys_text(result):
+    """Which keys a result is of; results from before captured keys have synthetic ones."""
+    keys = result.get("keys")
+    if not keys:
+        return ""
+    model = f" ({keys['model']})" if keys["model"] else ""
+    return f" Keys, values and queries are those of `{keys['file']}`{model}: token i uses captured token i mod {keys['n_tokens']:,}."
+
+
 def setting_text(n_tokens, batch, placement):
     return f"{n_tokens:,} tokens, batch {batch}, index in {PLACES[placement]}"
 
@@ -93,6 +102,7 @@ def setting_section(setting, rows):
     notes += [f"host memory was not pinned for `{row['method']}`" for row in measured if not row["pinned"]]
     notes += [f"`{row['method']}` made {row['redone_lists']:,} lists of candidates again in {row['steps']:,} steps"
               for row in measured if row["redone_lists"]]
+    notes += [f"the index of `{row['method']}` holds random codes" for row in measured if row.get("random_index")]
     notes += [f"`{row['method']}` was not measured: {row['refusal']}" for row in rows if "refusal" in row]
     for note in notes:
         lines += ["", note[0].upper() + note[1:] + "."]
@@ -119,7 +129,7 @@ def report(path):
         sys.exit(f"{path} has no measured rows")
     shape = result["shape"]
     note = (f"{shape['name']}: {shape['n_layers']} layers, {shape['n_heads']} heads, {shape['n_kv_heads']} KV heads of {shape['head_dim']} channels, "
-            f"random weights, k = {result['k']}. {measured[0]['device']}, {result['processor']}. Medians of "
+            f"random weights, k = {result['k']}.{keys_text(result)} {measured[0]['device']}, {result['processor']}. Medians of "
             f"{span([row['steps'] for row in measured], 0)} steps; stages by events. Measured in the same run: pinned memcpy "
             f"{span([row['memcpy_gb_s'] for row in measured], 1)} GB/s, copy in HBM {span([row['hbm_copy_gb_s'] for row in measured], 0)} GB/s "
             "(read and written). Link GB/s are over the stages gather and rows, HBM GB/s over the step.")

@@ -11,6 +11,7 @@
 #include "bench.h"
 #include "bench_step_report.h"
 #include "common.h"
+#include "fathom/capture.h"
 #include "fathom/step_bench.h"
 #include "progress.h"
 #include "specs.h"
@@ -34,6 +35,7 @@ struct StepOptions {
   std::int64_t steps = 30;
   double seconds = 30;
   std::string fold = kAutomatic;
+  std::string keys;
   std::uint64_t seed = 1;
   bool json = false;
   std::string svg;
@@ -63,6 +65,7 @@ std::vector<StepBenchOptions> Requests(const StepOptions& options) {
   request.steps = options.steps;
   request.seconds = options.seconds;
   request.fold_tokens = options.fold == kAutomatic ? 0 : ParseTokens(options.fold);
+  request.keys = options.keys;
   request.seed = options.seed;
   std::vector<StepBenchOptions> requests;
   for (const std::string& context : options.contexts) {
@@ -151,10 +154,15 @@ void Print(const StepReport& report, const StepOptions& options) {
 
 int BenchStep(const StepOptions& options) {
   const std::vector<StepBenchOptions> requests = Requests(options);
+  StepKeys keys;
+  if (!options.keys.empty()) {
+    keys = DescribeStepKeys(CaptureFile(options.keys), requests.front().shape);
+  }
   const bool has_cuda = CheckCuda();
   if (!options.svg.empty()) CheckWritable(options.svg);
   StepReport report;
   report.shape = requests.front().shape;
+  report.keys = keys;
   report.k = options.k;
   try {
     for (const StepBenchOptions& request : requests) {
@@ -194,7 +202,11 @@ void AddMeasuringOptions(CLI::App& step, StepOptions* options) {
                   "largest N that fits")
       ->type_name("auto|N")
       ->capture_default_str();
-  step.add_option("--seed", options->seed, "of weights and keys")->capture_default_str();
+  step.add_option("--keys", options->keys,
+                  "keys, values and queries of a capture (fathom capture), repeated along the "
+                  "tokens, instead of synthetic ones")
+      ->type_name("FILE");
+  step.add_option("--seed", options->seed, "of weights and synthetic keys")->capture_default_str();
   step.add_flag("--json", options->json, "print one JSON document");
   step.add_option("--svg", options->svg, "also draw the stages as stacked bars")->type_name("FILE");
 }

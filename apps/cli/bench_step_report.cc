@@ -203,10 +203,34 @@ std::string ShapeText(const StepReport& report) {
          " channels), random weights, k = " + Grouped(report.k);
 }
 
+// "keys of a.safetensors (Qwen3-8B)", or "synthetic keys".
+std::string KeysText(const StepKeys& keys) {
+  if (keys.file.empty()) return "synthetic keys";
+  return "keys of " + keys.file + (keys.model.empty() ? "" : " (" + keys.model + ")");
+}
+
+// Methods whose index holds random codes, each once.
+std::string RandomText(const StepReport& report) {
+  std::vector<std::string> methods;
+  for (const StepRow& row : report.rows) {
+    if (!row.result || !row.result->random_index) continue;
+    if (std::ranges::find(methods, row.method) == methods.end()) methods.push_back(row.method);
+  }
+  std::string text;
+  for (const std::string& method : methods) text += (text.empty() ? "" : ", ") + method;
+  if (text.empty()) return text;
+  return "random codes in the index, so that winners are not those of the keys: " + text + "\n";
+}
+
 std::string Notes(const StepReport& report) {
   std::string text;
   if (const StepBenchResult* first = FirstResult(report)) {
     text += ShapeText(report) + ", " + first->device + "; medians per step, stages by events\n";
+    text += KeysText(report.keys);
+    if (report.keys.n_tokens > 0) {
+      text += ": token i uses captured token i mod " + Grouped(report.keys.n_tokens);
+    }
+    text += "\n" + RandomText(report);
     text += "in this run: pinned memcpy " + RangeText(report, &StepBenchResult::memcpy_gb_s) +
             ", copy in HBM " + RangeText(report, &StepBenchResult::hbm_copy_gb_s) +
             "; link GB/s over the stages gather and rows, HBM GB/s over the step\n";
@@ -234,6 +258,12 @@ std::string Notes(const StepReport& report) {
     }
   }
   return text;
+}
+
+// Null: synthetic.
+nlohmann::json KeysJson(const StepKeys& keys) {
+  if (keys.file.empty()) return nullptr;
+  return {{"file", keys.file}, {"model", keys.model}, {"n_tokens", keys.n_tokens}};
 }
 
 nlohmann::json ResultJson(const StepReport& report, const StepRow& row) {
@@ -267,6 +297,7 @@ nlohmann::json ResultJson(const StepReport& report, const StepRow& row) {
                          {"winners_per_head", result.winners_per_head},
                          {"row_modulus", result.row_modulus},
                          {"redone_lists", result.redone_lists},
+                         {"random_index", result.random_index},
                          {"pinned", result.pinned}};
   for (const StepStage& stage : result.stages) json["stages"][stage.name] = stage.gpu_ms;
   if (const double ratio = StepRatio(report, row); ratio > 0) json["ratio"] = ratio;
@@ -315,6 +346,7 @@ nlohmann::json StepJson(const StepReport& report) {
                            {"n_kv_heads", shape.heads.n_kv_heads},
                            {"head_dim", shape.heads.head_dim},
                            {"has_qk_norm", shape.has_qk_norm}}},
+                         {"keys", KeysJson(report.keys)},
                          {"k", report.k},
                          {"baseline", kStepBaseline},
                          {"interrupted", report.interrupted},
@@ -337,6 +369,7 @@ nlohmann::json StepJson(const StepReport& report) {
 BarFigure StepFigure(const StepReport& report) {
   BarFigure figure;
   figure.title = "A decode step of " + report.shape.name + ", by stage";
+  if (!report.keys.file.empty()) figure.title += ", " + KeysText(report.keys);
   if (const StepBenchResult* first = FirstResult(report)) figure.title += ", " + first->device;
   figure.x_label = "GPU ms per step";
   figure.parts.assign(std::begin(kStepStages), std::end(kStepStages));

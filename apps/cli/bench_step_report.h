@@ -28,6 +28,7 @@ struct StepRow {
 
 struct StepReport {
   StepShape shape;
+  StepKeys keys;
   std::int64_t k = 0;
   bool interrupted = false;
   std::vector<StepRow> rows;
@@ -38,7 +39,8 @@ struct StepReport {
 double StepRatio(const StepReport& report, const StepRow& row);
 
 // A table of times, one of bytes and rates, one beside the published numbers where there are some,
-// and notes: what was not measured, folded rows, memory that is not pinned.
+// and notes: which keys, what was not measured, folded rows, random codes, memory that is not
+// pinned.
 std::string StepTables(const StepReport& report);
 
 // The whole document. Published numbers stand in their rows.

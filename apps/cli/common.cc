@@ -200,9 +200,10 @@ void AddDeviceOptions(CLI::App& command, std::string* device, std::string* decod
       ->type_name("NAME")
       ->capture_default_str();
   command
-      .add_option("--decode-attention", *decode_attention,
-                  "with --device cuda: device, whole decode steps on the GPU where it knows the "
-                  "method's scan, or cpu, attention by --backend")
+      .add_option(
+          "--decode-attention", *decode_attention,
+          "with --device cuda: cpu, attention of decode steps by --backend, or device, whole "
+          "steps on the GPU where it knows the method's scan")
       ->type_name("NAME")
       ->capture_default_str();
 }

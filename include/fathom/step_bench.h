@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
 // One decode step of a model on a CUDA device, timed: random weights of a real shape, synthetic
-// keys, index in host memory or in HBM.
+// keys or those of a capture, index in host memory or in HBM.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,8 @@
 #include "fathom/types.h"
 
 namespace fathom {
+
+class CaptureFile;
 
 // What a decode step of a model costs, without its numbers.
 struct StepShape {
@@ -27,6 +29,17 @@ struct StepShape {
 // qwen3-8b, llama-3.1-8b, qwen2.5-7b, and smoke: two small layers, to try whether all works.
 std::vector<StepShape> KnownStepShapes();
 
+// Where keys, values and queries of a step come from.
+struct StepKeys {
+  std::string file;   // name of the capture, without its folder; empty: synthetic keys
+  std::string model;  // as the capture says, may be empty
+  // m, whole blocks: token i has key and value of the capture's token i mod m. Sequences of a batch
+  // begin at different blocks of it.
+  std::int64_t n_tokens = 0;
+};
+// What a step of the shape takes of a capture. Throws Error(kUsage) for one that does not fit.
+StepKeys DescribeStepKeys(const CaptureFile& capture, const StepShape& shape);
+
 struct StepBenchOptions {
   StepShape shape;
   std::int64_t n_tokens = 0;  // context of every sequence
@@ -39,7 +52,10 @@ struct StepBenchOptions {
   double seconds = 30;
   // The rows of token i are those of token i mod m (its planes are its own). 0: the context, halved
   // until the rows take no more than half of the host memory that the index leaves, and 16 GiB.
+  // With a capture a multiple of its m, which folds nothing; 0 then takes the largest that fits so,
+  // one m at least.
   std::int64_t fold_tokens = 0;
+  std::string keys;  // path of a capture; empty: synthetic keys
   std::uint64_t seed = 1;
 };
 
@@ -77,6 +93,8 @@ struct StepBenchResult {
   std::int64_t row_modulus = 0;   // m, or 0 where every token has its own row
   std::int64_t redone_lists = 0;  // lists of candidates made again, in one step
   bool pinned = false;            // host memory is registered with CUDA
+  StepKeys keys;
+  bool random_index = false;  // the index holds random codes: winners are not those of the keys
 };
 
 // Called between pieces of work: "registering host memory", "MiB", 512 of 4096. False asks to stop.
@@ -85,7 +103,8 @@ using StepBenchProgress = std::function<bool(std::string_view what, std::string_
 
 // Throws Error(kUnsupported) in a build without CUDA, without a device, and for a method or
 // placement that the device does not do; kNoMemory where host memory or HBM does not hold the
-// combination; kUsage for options out of range; kCancelled when progress says so. All
+// combination; kUsage for options out of range, what CaptureFile and DescribeStepKeys throw of the
+// keys; kCancelled when progress says so. All
 // but an error that CUDA cannot recover from leave the process able to run the next one.
 StepBenchResult RunStepBench(const StepBenchOptions& options,
                              const StepBenchProgress& progress = {});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Indexes of synthetic keys, to time steps with: every method in one of the two places.
+// Indexes to time steps with: every method in one of the two places.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,7 @@
 #include "backend/cuda/buffer.h"
 #include "backend/cuda/host_arena.h"
 #include "device/attention_step.h"
+#include "device/bench_keys.h"
 #include "device/scans.h"
 #include "fathom/method.h"
 #include "fathom/plan.h"
@@ -26,6 +27,9 @@ struct BenchMethod {
   double bits = 28;    // kMean
   double budget = 48;  // kPaper
   LabelIndex::Shape labels;
+  // Which coordinates of the keys the labels are: all channels, fixed ones, principal components.
+  enum class Coordinates { kAll, kLargest, kPrincipal };
+  Coordinates coordinates = Coordinates::kAll;
   std::int32_t chunk = 1;  // kKeys: tokens per key
   bool residual = false;
 };
@@ -54,15 +58,16 @@ class BenchIndex {
  public:
   virtual ~BenchIndex() = default;
   virtual IndexScan* scan() = 0;
-  // Of our own read: the multiplier at which these queries, [n_layers][n_lists][D] of several
-  // steps, read the bits that were asked for.
+  // Holds random codes instead of the keys'.
+  virtual bool is_random() const { return false; }
+  // Of our own read: the multiplier at which these queries, as BenchKeys::FitQueries has them, read
+  // the bits that were asked for.
   virtual void FitMultiplier(std::span<const std::vector<float>> /*queries*/) {}
 };
 
-// sigma: [n_kv_heads][D] deviations of the keys' channels, on the host. lengths: in units of the
-// index, on the device. Throws Error.
+// lengths: in units of the index, on the device. Throws Error.
 std::unique_ptr<BenchIndex> MakeBenchIndex(const BenchMethod& method, const BenchPlace& place,
-                                           const std::vector<float>& sigma, const Lengths* lengths,
+                                           BenchKeys* keys, const Lengths* lengths,
                                            HostArena* arena, cudaStream_t stream,
                                            const BenchProgress& progress);
 

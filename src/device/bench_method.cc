@@ -90,6 +90,8 @@ BenchMethod ParseBenchMethod(const std::string& text, std::int32_t head_dim) {
         std::min(std::stoi(Option(spec, spec.name == "loki" ? "r" : "c", "32")), head_dim);
     method.labels = {LabelLayout::kTokens, kPlanes, r,
                      layout::LabelWidth(LabelLayout::kTokens, kPlanes, r)};
+    method.coordinates = spec.name == "loki" ? BenchMethod::Coordinates::kPrincipal
+                                             : BenchMethod::Coordinates::kLargest;
   } else if (spec.name == "thumbnail" || spec.name == "full4") {
     const int planes = spec.name == "thumbnail" ? 2 : kPlanes;
     method.labels = {LabelLayout::kTokens, planes, head_dim,

@@ -45,7 +45,7 @@ std::int64_t LabelIndex::code_bytes() const {
          static_cast<std::int64_t>(layout::LabelBlockBytes(shape_.planes));
 }
 
-void LabelIndex::Plan(std::int32_t /*layer*/, const float* q, cudaStream_t stream) {
+void LabelIndex::Plan(std::int32_t layer, const float* q, cudaStream_t stream) {
   const ChannelPlan plan{sizes_.n_heads(),
                          sizes_.heads.n_kv_heads,
                          sizes_.heads.group(),
@@ -56,7 +56,9 @@ void LabelIndex::Plan(std::int32_t /*layer*/, const float* q, cudaStream_t strea
                          chosen_.data(),
                          channels_.data(),
                          n_rows_.data(),
-                         q_.data()};
+                         q_.data(),
+                         layers_[Size(layer)].channels,
+                         layers_[Size(layer)].map};
   shape_.layout == LabelLayout::kChannels ? PlanChannels(plan, stream) : TakeChannels(plan, stream);
 }
 

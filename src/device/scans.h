@@ -146,6 +146,11 @@ class LabelIndex final : public IndexScan {
   struct Layer {
     const LabelPiece* pieces;  // [n_heads]
     HostSegments codes, scales;
+    // Of tables by token, one at most: the queries' channels that the table's are,
+    // [n_heads][n_channels], or the map of queries to its basis, [n_heads][D][n_channels]; null:
+    // the first channels.
+    const std::int32_t* channels = nullptr;
+    const float* map = nullptr;
   };
   struct Shape {
     LabelLayout layout = LabelLayout::kTokens;

@@ -4,15 +4,16 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
-#include <mutex>
 #include <string>
 
 #include "backend/cuda/append_rows.h"
 #include "backend/cuda/cuda_backend.h"
 #include "backend/cuda/cuda_devices.h"
+#include "backend/cuda/host_copy.h"
 #include "base/timer.h"
 #include "device/bench_index.h"
-#include "device/synthetic.h"
+#include "device/bench_kept.h"
+#include "device/bench_rows.h"
 #include "fathom/error.h"
 #include "memory/system_memory.h"
 #include "model/cuda/dense.h"
@@ -23,8 +24,8 @@ namespace {
 using cuda::AttentionStep;
 using cuda::Check;
 using cuda::DeviceBuffer;
+using cuda::kRing;
 
-constexpr std::int32_t kRing = 256;  // recent tokens in HBM: window, tail and some more
 constexpr int kWarmSteps = 3;
 constexpr int kFitSteps = 2;  // whose queries the multiplier is fitted on
 constexpr std::int64_t kCopyBytes = std::int64_t{512} << 20;
@@ -38,18 +39,6 @@ double Median(std::vector<double> v) {
   const auto middle = v.begin() + static_cast<std::ptrdiff_t>(v.size() / 2);
   std::nth_element(v.begin(), middle, v.end());
   return *middle;
-}
-
-cuda::DenseShape DenseShapeOf(const StepShape& s) {
-  cuda::DenseShape shape = cuda::Qwen3_8B();  // rope and eps of it
-  shape.n_layers = s.n_layers;
-  shape.n_embd = s.n_embd;
-  shape.n_ff = s.n_ff;
-  shape.n_vocab = s.n_vocab;
-  shape.heads = s.heads;
-  shape.has_qk_norm = s.has_qk_norm;
-  shape.rope.n_dims = s.heads.head_dim;
-  return shape;
 }
 
 void CheckOptions(const StepBenchOptions& o) {
@@ -73,61 +62,6 @@ void CheckOptions(const StepBenchOptions& o) {
   }
 }
 
-// What outlives a run, until the process ends: runs follow one another, and registering host memory
-// and making weights takes longer than timing them. One run at a time: `mutex` is held by it.
-struct Kept {
-  std::mutex mutex;
-  std::unique_ptr<cuda::HostArena> arena;
-  std::shared_ptr<const cuda::DeviceWeights> weights;
-  StepShape shape;  // of the weights
-  std::uint64_t seed = 0;
-};
-Kept& TheKept() {
-  static Kept kept;
-  return kept;
-}
-
-cuda::HostArena* KeptArena(std::int64_t bytes) {
-  std::unique_ptr<cuda::HostArena>& arena = TheKept().arena;
-  // One that the system refused may be let in now that less is asked for.
-  const bool refused = arena != nullptr && arena->done() && !arena->pinned();
-  if (arena == nullptr || refused || arena->size() < bytes) {
-    arena.reset();
-    arena = std::make_unique<cuda::HostArena>(bytes);
-  }
-  arena->FreeAll();
-  return arena.get();
-}
-
-bool SameShape(const StepShape& a, const StepShape& b) {
-  return a.n_layers == b.n_layers && a.n_embd == b.n_embd && a.n_ff == b.n_ff &&
-         a.n_vocab == b.n_vocab && a.heads == b.heads && a.has_qk_norm == b.has_qk_norm;
-}
-
-std::shared_ptr<const cuda::DeviceWeights> KeptWeights(const StepShape& shape, std::uint64_t seed) {
-  Kept& kept = TheKept();
-  if (kept.weights == nullptr || !SameShape(kept.shape, shape) || kept.seed != seed) {
-    kept.weights.reset();
-    kept.weights = cuda::DeviceWeights::Random(DenseShapeOf(shape), seed);
-    kept.shape = shape;
-    kept.seed = seed;
-  }
-  return kept.weights;
-}
-
-// Deviations of key channels, unequal as in real models: a few strong ones, many weak.
-std::vector<float> ChannelDeviations(const HeadGeometry& heads) {
-  std::vector<float> sigma;
-  for (std::int32_t h = 0; h < heads.n_kv_heads; ++h) {
-    for (std::int32_t j = 0; j < heads.head_dim; ++j) {
-      const int rank = (j * 37 + h * 11) % heads.head_dim;  // some order of the channels
-      sigma.push_back(
-          2.5F * std::exp(-3.0F * static_cast<float>(rank) / static_cast<float>(heads.head_dim)));
-    }
-  }
-  return sigma;
-}
-
 class Bench {
  public:
   Bench(const StepBenchOptions& options, const StepBenchProgress& progress)
@@ -144,20 +78,26 @@ class Bench {
   }
 
   StepBenchResult Run() {
+    capture_ = cuda::TheBenchKept().Capture(options_.keys, options_.shape,
+                                            Progress("reading the capture"));
+    if (capture_ != nullptr) result_.keys = capture_->keys();
     ReserveHost();
     Say("making weights", "", 0, 1);
-    weights_ = KeptWeights(options_.shape, options_.seed);
+    weights_ = cuda::TheBenchKept().Weights(options_.shape, options_.seed);
     dense_ = std::make_unique<cuda::DenseOps>(weights_, options_.batch);
     attention_ = std::make_unique<AttentionStep>(sizes_, method_.chunk);
+    keys_ = capture_ != nullptr ? cuda::MakeCapturedKeys(sizes_, capture_, Stream())
+                                : cuda::MakeSyntheticKeys(sizes_, options_.seed, Stream());
     MakeInputs();
-    MakeRows();
+    rows_ =
+        std::make_unique<cuda::BenchRows>(sizes_, options_.n_tokens, modulus_, method_.residual,
+                                          keys_.get(), arena_, Stream(), Progress("writing rows"));
     const std::vector<std::int64_t> lengths(Size(options_.batch), options_.n_tokens);
     attention_->SetLengths(lengths, method_.kind == cuda::BenchMethod::Kind::kDense, Stream());
     index_ = cuda::MakeBenchIndex(method_, {sizes_, options_.n_tokens, OnHost(), options_.seed},
-                                  ChannelDeviations(sizes_.heads), attention_->scan_lengths(),
-                                  arena_, Stream(), [this](std::int64_t done, std::int64_t total) {
-                                    Say("making the index", "layers", done, total);
-                                  });
+                                  keys_.get(), attention_->scan_lengths(), arena_, Stream(),
+                                  Progress("making the index"));
+    result_.random_index = index_ != nullptr && index_->is_random();
     dense_->Prepare(options_.batch, options_.batch);
     FitMultiplier();
     Count();
@@ -175,27 +115,49 @@ class Bench {
     }
   }
 
+  cuda::BenchProgress Progress(std::string_view what) {
+    return
+        [this, what](std::int64_t done, std::int64_t total) { Say(what, "layers", done, total); };
+  }
+
+  // Of rows of so many tokens at most: whole tiles of keys that repeat, so that no row is another
+  // token's.
+  std::int64_t LargestModulus(std::int64_t most) const {
+    if (options_.n_tokens <= most) return options_.n_tokens;
+    if (capture_ != nullptr) {
+      const std::int64_t period = capture_->keys().n_tokens;
+      return std::max<std::int64_t>(most / period, 1) * period;
+    }
+    std::int64_t modulus = options_.n_tokens;
+    while (modulus > kRing && modulus > most) modulus /= 2;
+    return modulus;
+  }
+
   // Index and as many rows as there is memory for.
   void ReserveHost() {
     const cuda::BenchPlace place{sizes_, options_.n_tokens, OnHost(), options_.seed};
     const std::int64_t index = OnHost() ? cuda::BenchIndexBytes(method_, place) : 0;
-    const std::int64_t row =
-        std::int64_t{sizes_.n_layers} * sizes_.n_heads() * 2 * sizes_.heads.head_dim * 2;
+    const std::int64_t row = cuda::BenchRows::Bytes(sizes_, 1);
     modulus_ = options_.fold_tokens;
     if (modulus_ <= 0) {
       // What an earlier run has taken is there for this one. 0: nobody knows what there is.
-      const cuda::HostArena* kept = TheKept().arena.get();
-      const std::int64_t free = AvailableMemoryBytes() + (kept == nullptr ? 0 : kept->size());
+      const std::int64_t free = AvailableMemoryBytes() + cuda::TheBenchKept().arena_bytes();
       const double left = static_cast<double>(free - index) * kRowsShare;
       const auto most =
           free == 0 ? kMostRowBytes
                     : std::min(static_cast<std::int64_t>(std::max(left, 0.0)), kMostRowBytes);
-      modulus_ = options_.n_tokens;
-      while (modulus_ > kRing && modulus_ * row > most) modulus_ /= 2;
+      modulus_ = LargestModulus(most / row);
     }
     modulus_ = std::min(modulus_, options_.n_tokens);
     result_.row_modulus = modulus_ < options_.n_tokens ? modulus_ : 0;
-    arena_ = KeptArena(index + modulus_ * row + (std::int64_t{64} << 20));
+    if (capture_ != nullptr && result_.row_modulus % capture_->keys().n_tokens != 0) {
+      throw Error(ErrorCode::kUsage, "rows folded at " + std::to_string(modulus_) +
+                                         " tokens; the capture's keys begin "
+                                         "again after " +
+                                         std::to_string(capture_->keys().n_tokens) +
+                                         ", so fold at a multiple of that or let it be chosen");
+    }
+    arena_ = cuda::TheBenchKept().Arena(index + modulus_ * row + (std::int64_t{64} << 20));
     arena_->Wait([this](std::int64_t done, std::int64_t total) {
       return !progress_ || progress_("registering host memory", "MiB", done >> 20, total >> 20);
     });
@@ -213,12 +175,9 @@ class Bench {
   }
 
   void MakeInputs() {
-    const std::vector<std::int32_t> positions(Size(options_.batch),
-                                              static_cast<std::int32_t>(options_.n_tokens - 1));
     std::vector<std::int32_t> tokens;
     for (int s = 0; s < options_.batch; ++s)
       tokens.push_back((7 + 13 * s) % options_.shape.n_vocab);
-    positions_ = DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(positions));
     tokens_ = DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(tokens));
     const std::int64_t q = std::int64_t{sizes_.n_lists()} * sizes_.heads.head_dim;
     const std::int64_t kv = std::int64_t{sizes_.n_heads()} * sizes_.heads.head_dim;
@@ -229,81 +188,19 @@ class Bench {
     logits_.Reserve(Size(std::int64_t{options_.batch} * options_.shape.n_vocab));
   }
 
-  void MakeRows() {
-    const std::int64_t heads = sizes_.n_heads(), dim = sizes_.heads.head_dim;
-    const std::int64_t head_rows = modulus_ * 2 * dim;
-    const std::vector<float> sigma = ChannelDeviations(sizes_.heads);
-    const DeviceBuffer<float> device_sigma{std::span<const float>(sigma)};
-    const std::int64_t blocks = options_.n_tokens / kBlockTokens;
-    const std::vector<std::int32_t> modulus{static_cast<std::int32_t>(modulus_)};
-    modulus_device_ = DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(modulus));
-    const std::vector<std::int32_t> recent(
-        Size(options_.batch), static_cast<std::int32_t>(options_.n_tokens - kRing + 64));
-    recent_first_ = DeviceBuffer<std::int32_t>(std::span<const std::int32_t>(recent));
-    sinks_.Reserve(Size(sizes_.n_layers * heads * kSinks * 2 * dim));
-    ring_.Reserve(Size(sizes_.n_layers * heads * kRing * 2 * dim));
-    cuda::FillNormal(sinks_.data(), static_cast<std::int64_t>(sinks_.size()), 1, 3, Stream());
-    cuda::FillNormal(ring_.data(), static_cast<std::int64_t>(ring_.size()), 1, 4, Stream());
-    if (method_.residual) {
-      means_.Reserve(Size(sizes_.n_layers * heads * blocks * dim));
-      cuda::FillNormal(means_.data(), static_cast<std::int64_t>(means_.size()), 0.125F, 5,
-                       Stream());
-      mean_value_.Reserve(Size(heads * dim));
-      Check(cudaMemset(mean_value_.data(), 0, mean_value_.size() * 4), "cudaMemset");
-      const std::vector<float> one(Size(sizes_.n_lists()), 1.0F);
-      factor_ = DeviceBuffer<float>(std::span<const float>(one));
-    }
-    for (std::int64_t layer = 0; layer < sizes_.n_layers; ++layer) {
-      auto* base = reinterpret_cast<Half*>(arena_->Allocate(heads * head_rows * 2));
-      std::vector<Half*> rows;
-      std::vector<const Half*> const_rows, means;
-      for (std::int64_t h = 0; h < heads; ++h) {
-        rows.push_back(base + h * head_rows);
-        const_rows.push_back(rows.back());
-        means.push_back(means_.data() + (layer * heads + h) * blocks * dim);
-      }
-      row_lists_.emplace_back(std::span<Half* const>(rows));
-      const_row_lists_.emplace_back(std::span<const Half* const>(const_rows));
-      mean_lists_.emplace_back(std::span<const Half* const>(means));
-      cuda::FillRows({sizes_.n_heads(), sizes_.heads.n_kv_heads, sizes_.heads.head_dim,
-                      row_lists_.back().data(), 0, modulus_, device_sigma.data(),
-                      options_.seed + static_cast<std::uint64_t>(layer)},
-                     Stream());
-      stream_.Wait();
-      Say("writing rows", "layers", layer + 1, sizes_.n_layers);
-    }
-  }
-
-  cuda::LayerRows RowsOf(std::int32_t layer) const {
-    const std::int64_t at = std::int64_t{layer} * sizes_.n_heads() * 2 * sizes_.heads.head_dim;
-    cuda::LayerRows rows;
-    rows.source = {
-        const_row_lists_[Size(layer)].data(),
-        modulus_device_.data(),
-        {sinks_.data() + at * kSinks, ring_.data() + at * kRing, kRing, recent_first_.data()}};
-    if (method_.residual) {
-      rows.value_means = mean_lists_[Size(layer)].data();
-      rows.mean_value = mean_value_.data();
-      rows.factor = factor_.data();
-    }
-    return rows;
-  }
-
   // Records one decode step. mark(layer, stage) is called where a stage of a layer ends.
   template <typename Mark>
   void Step(cudaStream_t stream, const Mark& mark) {
     dense_->Embed(tokens_.data(), options_.batch, stream);
     cuda::IndexScan* scan = index_ == nullptr ? nullptr : index_->scan();
     for (std::int32_t layer = 0; layer < sizes_.n_layers; ++layer) {
-      dense_->BeforeAttention(layer, options_.batch, positions_.data(), q_.data(), k_.data(),
+      dense_->BeforeAttention(layer, options_.batch, rows_->positions(), q_.data(), k_.data(),
                               v_.data(), stream);
+      const cuda::StepVectors vectors = rows_->Vectors(layer, q_.data(), k_.data(), v_.data());
+      keys_->TakeStep(layer, vectors, stream);
       mark(layer, kDense);
-      const std::int64_t at = std::int64_t{layer} * sizes_.n_heads() * 2 * sizes_.heads.head_dim;
-      cuda::Append({sizes_.n_heads(), sizes_.heads.n_kv_heads, sizes_.heads.head_dim, k_.data(),
-                    v_.data(), positions_.data(), nullptr, ring_.data() + at * kRing, kRing,
-                    row_lists_[Size(layer)].data(), static_cast<std::int32_t>(modulus_)},
-                   stream);
-      attention_->Run(layer, scan, RowsOf(layer), q_.data(), out_.data(), stream,
+      rows_->Append(layer, vectors, stream);
+      attention_->Run(layer, scan, rows_->Of(layer), q_.data(), out_.data(), stream,
                       [&](std::int32_t l, AttentionStep::Stage stage) {
                         mark(l, 1 + static_cast<int>(stage));
                       });
@@ -311,22 +208,23 @@ class Bench {
     }
     dense_->Logits(0, options_.batch, logits_.data(), stream);
     dense_->Greedy(logits_.data(), options_.batch, tokens_.data(), stream);
+    keys_->NextStep(stream);
     mark(sizes_.n_layers, kDense);
   }
 
   void FitMultiplier() {
     if (method_.kind != cuda::BenchMethod::Kind::kMean) return;
+    if (const auto queries = keys_->FitQueries(); !queries.empty()) {
+      index_->FitMultiplier(queries);
+      return;
+    }
     // Twice: the first steps attend to what a plan of everything finds.
     for (int round = 0; round < 2; ++round) {
       std::vector<std::vector<float>> queries;
       for (int i = 0; i < kFitSteps; ++i) {
         Step(Stream(), [&](std::int32_t layer, int stage) {
           if (stage != kDense || layer == sizes_.n_layers) return;
-          queries.emplace_back(q_.size());
-          Check(cudaMemcpyAsync(queries.back().data(), q_.data(), q_.size() * 4,
-                                cudaMemcpyDeviceToHost, Stream()),
-                "cudaMemcpyAsync");
-          stream_.Wait();
+          queries.push_back(cuda::ToHost(q_.data(), q_.size(), Stream()));
         });
         Say("fitting the plan", "steps", round * kFitSteps + i + 1, 2 * kFitSteps);
       }
@@ -336,7 +234,7 @@ class Bench {
 
   // One step with a look at every layer: what is read, fetched and made again.
   void Count() {
-    std::vector<std::int32_t> count(Size(sizes_.n_heads())), redo(count.size());
+    const std::size_t heads = Size(sizes_.n_heads());
     double bits = 0, rows = 0;
     Step(Stream(), [&](std::int32_t layer, int stage) {
       if (stage != 1 + static_cast<int>(AttentionStep::Stage::kSelect)) return;
@@ -346,16 +244,11 @@ class Bench {
       bits += cost.read_bits;
       result_.link_bytes += cost.link_bytes;
       result_.scan_bytes += cost.scan_bytes;
-      Check(cudaMemcpyAsync(count.data(), attention_->attended().count, count.size() * 4,
-                            cudaMemcpyDeviceToHost, Stream()),
-            "cudaMemcpyAsync");
-      stream_.Wait();
-      Check(cudaMemcpyAsync(redo.data(), attention_->redo(), redo.size() * 4,
-                            cudaMemcpyDeviceToHost, Stream()),
-            "cudaMemcpyAsync");
-      stream_.Wait();
-      for (const std::int32_t n : count) rows += std::max(n - kAlwaysKept, 0);
-      for (const std::int32_t r : redo) result_.redone_lists += r * sizes_.heads.group();
+      for (const std::int32_t n : cuda::ToHost(attention_->attended().count, heads, Stream())) {
+        rows += std::max(n - kAlwaysKept, 0);
+      }
+      for (const std::int32_t r : cuda::ToHost(attention_->redo(), heads, Stream()))
+        result_.redone_lists += r * sizes_.heads.group();
     });
     stream_.Wait();
     if (index_ == nullptr) {
@@ -472,16 +365,16 @@ class Bench {
   std::int64_t modulus_ = 0;
   double row_bytes_ = 0, index_bytes_ = 0;
   cuda::HostArena* arena_ = nullptr;
+  std::shared_ptr<const cuda::CaptureData> capture_;
   cuda::Stream stream_;
   std::shared_ptr<const cuda::DeviceWeights> weights_;
   std::unique_ptr<cuda::DenseOps> dense_;
   std::unique_ptr<AttentionStep> attention_;
+  std::unique_ptr<cuda::BenchKeys> keys_;
+  std::unique_ptr<cuda::BenchRows> rows_;
   std::unique_ptr<cuda::BenchIndex> index_;
-  DeviceBuffer<std::int32_t> positions_, tokens_, modulus_device_, recent_first_;
-  DeviceBuffer<float> q_, k_, v_, out_, logits_, mean_value_, factor_;
-  DeviceBuffer<Half> sinks_, ring_, means_;
-  std::vector<DeviceBuffer<Half*>> row_lists_;
-  std::vector<DeviceBuffer<const Half*>> const_row_lists_, mean_lists_;
+  DeviceBuffer<std::int32_t> tokens_;
+  DeviceBuffer<float> q_, k_, v_, out_, logits_;
 };
 
 }  // namespace
@@ -493,7 +386,7 @@ StepBenchResult RunStepBench(const StepBenchOptions& options, const StepBenchPro
     throw Error(ErrorCode::kUnsupported,
                 "no CUDA device can be used: " + reason + "; run it on a machine with one");
   }
-  const std::lock_guard<std::mutex> one_at_a_time(TheKept().mutex);
+  const std::lock_guard<std::mutex> one_at_a_time(cuda::TheBenchKept().mutex);
   return Bench(options, progress).Run();
 }
 

@@ -8,13 +8,11 @@
 #include <string>
 
 #include "base/parallel.h"
+#include "eval/capture_rows.h"
 #include "fathom/error.h"
 
 namespace fathom {
 namespace {
-
-constexpr std::int64_t kRecentSamples = 16;  // queries that fit the residual, as in a session
-constexpr std::int64_t kLoadTokens = 4096;   // rows read from the file at a time
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
@@ -91,21 +89,10 @@ MeasuredCapture::MeasuredCapture(const CaptureFile& capture, const ErrorOptions&
   measured_.resize(Size(n_layers()) * positions_.size() * Size(heads().n_heads) *
                    Size(heads().head_dim));
   for (std::int32_t slot = 0; slot < n_layers(); ++slot) {
-    LoadLayer(capture, slot);
+    LoadCaptureRows(capture, layers_[Size(slot)], geometry.n_tokens, slot, &rows_);
     LoadQueries(capture, options, slot);
   }
   rows_.Commit(geometry.n_tokens);
-}
-
-void MeasuredCapture::LoadLayer(const CaptureFile& capture, std::int32_t slot) {
-  const std::int64_t n_tokens = capture.geometry().n_tokens;
-  const std::size_t width = Size(heads().n_kv_heads) * Size(heads().head_dim);
-  std::vector<float> k(Size(kLoadTokens) * width), v(k.size());
-  for (std::int64_t first = 0; first < n_tokens; first += kLoadTokens) {
-    const std::int64_t n = std::min(kLoadTokens, n_tokens - first);
-    capture.LoadRows(layers_[Size(slot)], first, n, k.data(), v.data());
-    rows_.Write(slot, first, n, k.data(), v.data());
-  }
 }
 
 void MeasuredCapture::LoadQueries(const CaptureFile& capture, const ErrorOptions& options,
@@ -114,19 +101,8 @@ void MeasuredCapture::LoadQueries(const CaptureFile& capture, const ErrorOptions
   // Without 1/sqrt(D): the same as queries that are sqrt(D) times as long.
   const float factor = options.unscaled ? std::sqrt(static_cast<float>(heads().head_dim)) : 1.0F;
   std::vector<float> q = capture.LoadQueries(layers_[Size(slot)]);
-  std::vector<float> stats = capture.LoadStatsQueries(layers_[Size(slot)]);
   for (float& x : q) x *= factor;
-  for (float& x : stats) x *= factor;
-
-  const QuerySamples none(heads().n_heads, heads().head_dim);
-  LayerQueries kept = {none, none};
-  const std::vector<std::int64_t>& sampled = capture.geometry().stats_positions;
-  for (std::size_t i = 0; i < sampled.size(); ++i) {
-    if (sampled[i] >= built_tokens_) break;
-    kept.samples.Add(sampled[i], stats.data() + i * width);
-    kept.recent.Add(sampled[i], stats.data() + i * width);
-  }
-  kept.recent.KeepLast(kRecentSamples);
+  LayerQueries kept = LoadCaptureSamples(capture, layers_[Size(slot)], built_tokens_, factor);
   if (options.fit_on_measured) kept.recent.Clear();
   for (std::size_t p = 0; p < positions_.size(); ++p) {
     const float* from = q.data() + index_[p] * width;

@@ -55,7 +55,6 @@ class MeasuredCapture {
   std::size_t Slot(std::int32_t layer, std::size_t position) const {
     return static_cast<std::size_t>(layer) * positions_.size() + position;
   }
-  void LoadLayer(const CaptureFile& capture, std::int32_t slot);
   void LoadQueries(const CaptureFile& capture, const ErrorOptions& options, std::int32_t slot);
   void MeasureSlot(const Backend& backend, std::span<const std::int64_t> k, std::int32_t layer,
                    std::size_t position);

@@ -60,6 +60,16 @@ void TopChannels(std::span<const double> weight, std::int32_t n,
   std::ranges::sort(*channels);
 }
 
+std::vector<std::int32_t> LargestChannels(const HeadStats& stats, std::int32_t n) {
+  std::vector<double> weight = stats.abs_key;
+  if (std::ranges::any_of(stats.abs_query, [](double q) { return q != 0.0; })) {
+    for (std::size_t j = 0; j < weight.size(); ++j) weight[j] *= stats.abs_query[j];
+  }
+  std::vector<std::int32_t> channels;
+  TopChannels(weight, n, &channels);
+  return channels;
+}
+
 std::vector<std::int32_t> AllChannels(std::int64_t n) {
   std::vector<std::int32_t> channels(Size(n));
   std::iota(channels.begin(), channels.end(), 0);

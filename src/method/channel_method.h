@@ -21,6 +21,9 @@ namespace fathom {
 // wins; NaN counts less than every number. Takes all channels where there are no more than n.
 void TopChannels(std::span<const double> weight, std::int32_t n,
                  std::vector<std::int32_t>* channels);
+// The n channels of largest E|q_j| E|k_j|, ascending; without queries of largest E|k_j|. stats:
+// with both means of absolute values.
+std::vector<std::int32_t> LargestChannels(const HeadStats& stats, std::int32_t n);
 // 0 .. n - 1.
 std::vector<std::int32_t> AllChannels(std::int64_t n);
 

@@ -62,16 +62,6 @@ bool AllZero(const std::vector<double>& x) {
   return std::ranges::all_of(x, [](double v) { return v == 0.0; });
 }
 
-std::vector<std::int32_t> CommonChannels(const HeadStats& stats, std::int32_t c) {
-  std::vector<double> weight = stats.abs_key;
-  if (!AllZero(stats.abs_query)) {
-    for (std::size_t j = 0; j < weight.size(); ++j) weight[j] *= stats.abs_query[j];
-  }
-  std::vector<std::int32_t> channels;
-  TopChannels(weight, c, &channels);
-  return channels;
-}
-
 // Sums over the sampled queries of |q_j| or |q_j k_j| of one query head, in the table's basis;
 // zeros without samples.
 std::vector<double> SampledSums(const LabelRequest& request, std::int32_t head, Order order) {
@@ -139,7 +129,9 @@ void Check(OptionReader& options) { ReadConfig(options); }
 std::unique_ptr<Method> Make(OptionReader& options, const MethodContext& context) {
   const Config config = ReadConfig(options);
   if (config.author) return MakeLabelMethod(context, Labels(config), options.Canonical());
-  const auto channels = [c = config.c](const HeadStats& stats) { return CommonChannels(stats, c); };
+  const auto channels = [c = config.c](const HeadStats& stats) {
+    return LargestChannels(stats, c);
+  };
   return MakeFixedChannels(context,
                            {config.sparse, config.basis, /*abs_stats=*/true, LabelLayout::kTokens,
                             CommonPart(config, context.rows->geometry())},

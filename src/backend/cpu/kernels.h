@@ -64,8 +64,21 @@ struct ScanSumsArgs {
   std::int64_t stride;
 };
 
+// The means' weights of a ScanTable in the form a kernel set multiplies by, where it wants one.
+struct ScanBasePlanArgs {
+  std::int32_t segment_blocks;
+  std::int32_t mean_bits;
+  std::int32_t group;
+  std::int32_t n_active;
+  const std::int32_t* channel;
+  const std::int32_t* mean_weight;
+  const std::int32_t* constant;
+  void* out;  // scan_base_plan_bytes(n_active, group) bytes, 64-byte aligned
+};
+
 // `base` of the same blocks; of head h and the i-th block at base + h * stride + i.
 struct ScanBaseArgs {
+  const void* plan;  // of scan_base_plan; null where the set has none
   const std::uint8_t* side;
   std::int32_t segment_blocks;
   std::int32_t mean_bits;
@@ -267,6 +280,9 @@ struct KernelTable {
   std::int64_t (*scan_plan_bytes)(int n_planes, int group);
   void (*scan_plan)(const ScanPlanArgs* args);
   void (*scan_sums)(const ScanSumsArgs* args);
+  // Both null for a set that takes the weights as they are.
+  std::int64_t (*scan_base_plan_bytes)(int n_active, int group);
+  void (*scan_base_plan)(const ScanBasePlanArgs* args);
   void (*scan_base)(const ScanBaseArgs* args);
   void (*scan_scores)(const ScanScoresArgs* args);
   void (*scan_paper)(const ScanPaperArgs* args);

@@ -27,6 +27,8 @@ namespace {
 
 constexpr KernelTable WideTable() {
   KernelTable table = MakeTable("avx512vbmi", WidePlanBytes, MakeWidePlan, WideSums);
+  table.scan_base_plan_bytes = WideBasePlanBytes;
+  table.scan_base_plan = MakeWideBasePlan;
   table.scan_base = WideBase;
   return table;
 }

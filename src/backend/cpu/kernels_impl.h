@@ -48,6 +48,8 @@ constexpr KernelTable MakeTable(const char* isa, decltype(KernelTable::scan_plan
       .scan_plan_bytes = plan_bytes,
       .scan_plan = plan,
       .scan_sums = sums,
+      .scan_base_plan_bytes = nullptr,
+      .scan_base_plan = nullptr,
       .scan_base = ScanBase,
       .scan_scores = ScanScores,
       .scan_paper = ScanPaper,

@@ -33,11 +33,11 @@ class MeanScanner {
   // Bytes of `plan` that a scanner of these tables needs.
   static std::size_t PlanBytes(const KernelTable& kernels, std::span<const ScanTable> tables,
                                std::int32_t group) {
-    std::int64_t most = 0;
+    std::size_t most = 0;
     for (const ScanTable& t : tables) {
-      most = std::max(most, kernels.scan_plan_bytes(static_cast<int>(t.plane.size()), group));
+      most = std::max(most, SumPlanBytes(kernels, t, group) + BasePlanBytes(kernels, t, group));
     }
-    return LineBytes<std::byte>(static_cast<std::size_t>(most));
+    return most;
   }
 
   MeanScanner(const KernelTable& kernels, Shape shape, std::byte* plan)
@@ -61,7 +61,8 @@ class MeanScanner {
                                out.sums,
                                out.stride};
     kernels_.scan_sums(&sums);
-    const ScanBaseArgs base = {segment.side,
+    const ScanBaseArgs base = {base_plan_,
+                               segment.side,
                                shape_.segment_blocks,
                                shape_.mean_bits,
                                first,
@@ -77,6 +78,19 @@ class MeanScanner {
   }
 
  private:
+  static std::size_t SumPlanBytes(const KernelTable& kernels, const ScanTable& t,
+                                  std::int32_t group) {
+    const std::int64_t bytes = kernels.scan_plan_bytes(static_cast<int>(t.plane.size()), group);
+    return LineBytes<std::byte>(static_cast<std::size_t>(bytes));
+  }
+  static std::size_t BasePlanBytes(const KernelTable& kernels, const ScanTable& t,
+                                   std::int32_t group) {
+    if (kernels.scan_base_plan == nullptr) return 0;
+    const auto n_active = static_cast<int>(t.channel.size());
+    return LineBytes<std::byte>(
+        static_cast<std::size_t>(kernels.scan_base_plan_bytes(n_active, group)));
+  }
+
   // Segments of a session share few tables: the plan of the last one is kept.
   void Prepare(const ScanTable& table) {
     if (planned_ == &table) return;
@@ -85,12 +99,24 @@ class MeanScanner {
         table.n_parts,         table.plane.data(), table.part_end.data(),
         table.weight.data(),   table.low.data(),   plan_};
     kernels_.scan_plan(&args);
+    if (kernels_.scan_base_plan != nullptr) PrepareBase(table);
     planned_ = &table;
+  }
+
+  void PrepareBase(const ScanTable& table) {
+    base_plan_ = plan_ + SumPlanBytes(kernels_, table, shape_.group);
+    const ScanBasePlanArgs args = {
+        shape_.segment_blocks, shape_.mean_bits,
+        shape_.group,          static_cast<std::int32_t>(table.channel.size()),
+        table.channel.data(),  table.mean_weight.data(),
+        table.constant.data(), base_plan_};
+    kernels_.scan_base_plan(&args);
   }
 
   const KernelTable& kernels_;
   const Shape shape_;
   std::byte* const plan_;
+  std::byte* base_plan_ = nullptr;
   const ScanTable* planned_ = nullptr;
 };
 

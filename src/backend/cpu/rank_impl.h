@@ -167,6 +167,44 @@ void RankBlocks(const RankBlocksArgs* args) {
   PassBlocks<true>(*args, table);
 }
 
+constexpr int kMarkBlocks = 64;  // looked through at a time
+constexpr int kMarksAtOnce = 4;
+
+FATHOM_INLINE int MarkCount(std::int64_t left) {
+  return left < kMarkBlocks ? static_cast<int>(left) : kMarkBlocks;
+}
+
+// Marked tokens in order; room for kMarksAtOnce more.
+struct MarkedTokens {
+  std::int32_t token[kMarkBlocks * kBlockTokens + kMarksAtOnce];
+};
+
+// Those of n blocks; returns how many. Hardly a branch depends on the marks: a few tokens are
+// written for every block that has any, and the next block writes over those that were none.
+FATHOM_INLINE int ListTokens(const std::uint64_t* marks, int n, MarkedTokens* out) {
+  std::int32_t block[kMarkBlocks];
+  int n_blocks = 0;
+  for (int b = 0; b < n; ++b) {
+    block[n_blocks] = b;
+    n_blocks += marks[b] != 0 ? 1 : 0;
+  }
+  int count = 0;
+  for (int i = 0; i < n_blocks; ++i) {
+    std::uint64_t bits = marks[block[i]];
+    const std::int32_t first = block[i] * kBlockTokens;
+    const int end = count + __builtin_popcountll(bits);
+    for (int at = count; at < end; at += kMarksAtOnce) {
+#pragma GCC unroll 4
+      for (int j = 0; j < kMarksAtOnce; ++j) {
+        out->token[at + j] = first + __builtin_ctzll(bits | std::uint64_t{1} << 63);
+        bits &= bits - 1;
+      }
+    }
+    count = end;
+  }
+  return count;
+}
+
 std::int64_t RankKeys(const RankKeysArgs* args) {
   const RankKeysArgs& a = *args;
   std::int64_t n = 0;
@@ -177,11 +215,13 @@ std::int64_t RankKeys(const RankKeysArgs* args) {
       a.keys[n] = (a.sums[token] << a.shift) + a.base[token / kBlockTokens];
     }
   } else {
-    for (std::int64_t b = 0; b < a.n; ++b) {
-      const std::uint8_t* sums = a.sums + b * kBlockTokens;
-      const std::int32_t base = a.base[b];
-      for (std::uint64_t bits = a.marks[b]; bits != 0; bits &= bits - 1) {
-        a.keys[n++] = (sums[__builtin_ctzll(bits)] << a.shift) + base;
+    for (std::int64_t from = 0; from < a.n; from += kMarkBlocks) {
+      MarkedTokens marked;
+      const int n_marked = ListTokens(a.marks + from, MarkCount(a.n - from), &marked);
+      const std::uint8_t* sums = a.sums + from * kBlockTokens;
+      for (int i = 0; i < n_marked; ++i, ++n) {
+        const std::int32_t token = marked.token[i];
+        a.keys[n] = (sums[token] << a.shift) + a.base[from + token / kBlockTokens];
       }
     }
   }
@@ -195,19 +235,27 @@ std::int64_t RankKeys(const RankKeysArgs* args) {
 std::int64_t RankUnion(const RankUnionArgs* args) {
   const RankUnionArgs& a = *args;
   std::int64_t n = 0;
-  for (std::int64_t b = a.first; b < a.first + a.count; ++b) {
-    std::uint64_t any = 0;
-    for (int h = 0; h < a.group; ++h) any |= a.marks[h * a.stride + b];
+  for (std::int64_t from = a.first; from < a.first + a.count; from += kMarkBlocks) {
+    const int n_blocks = MarkCount(a.first + a.count - from);
+    std::uint64_t any[kMarkBlocks] = {};
+    for (int h = 0; h < a.group; ++h) {
+      const std::uint64_t* marks = a.marks + h * a.stride + from;
+      for (int b = 0; b < n_blocks; ++b) any[b] |= marks[b];
+    }
     if (a.tokens == nullptr) {
-      n += __builtin_popcountll(any);
+      for (int b = 0; b < n_blocks; ++b) n += __builtin_popcountll(any[b]);
       continue;
     }
-    for (; any != 0; any &= any - 1) {
-      const int token = __builtin_ctzll(any);
+    MarkedTokens marked;
+    const int n_marked = ListTokens(any, n_blocks, &marked);
+    const auto first = static_cast<std::int32_t>(from * kBlockTokens);
+    for (int i = 0; i < n_marked; ++i, ++n) {
+      const std::uint64_t* marks = a.marks + from + marked.token[i] / kBlockTokens;
+      const int bit = marked.token[i] % kBlockTokens;
       std::uint64_t heads = 0;
-      for (int h = 0; h < a.group; ++h) heads |= (a.marks[h * a.stride + b] >> token & 1) << h;
-      a.tokens[n] = static_cast<std::int32_t>(b * kBlockTokens) + token;
-      a.mask[n++] = static_cast<std::uint16_t>(heads);
+      for (int h = 0; h < a.group; ++h) heads |= (marks[h * a.stride] >> bit & 1) << h;
+      a.tokens[n] = first + marked.token[i];
+      a.mask[n] = static_cast<std::uint16_t>(heads);
     }
   }
   return n;

@@ -17,14 +17,18 @@ FATHOM_INLINE const unsigned char* WordsAhead(const ScanSumsArgs& a, int block) 
 // Blocks whose words share a cache line.
 constexpr int kLineBlocks = 8;
 
-// Fetches the means of the segment while its planes are summed, evenly: `block` in steps of
-// kLineBlocks.
-FATHOM_INLINE void FetchSide(const ScanSumsArgs& a, int block) {
-  if (a.side == nullptr) return;
-  const std::int64_t end = a.side_bytes * (block + kLineBlocks) / a.count;
-  for (std::int64_t at = a.side_bytes * block / a.count; at < end && at < a.side_bytes; at += 64) {
-    PrefetchFar(a.side + at);
-  }
+// The means of a segment are fetched while its planes are summed, evenly: the share of blocks
+// block .. block + n - 1 of the call, in cache lines.
+struct SideShare {
+  const std::uint8_t* lines;
+  std::int64_t n_lines;
+};
+FATHOM_INLINE SideShare ShareOfSide(const ScanSumsArgs& a, int block, int n) {
+  if (a.side == nullptr) return {nullptr, 0};
+  const std::int64_t total = (a.side_bytes + 63) / 64;
+  const std::int64_t begin = total * block / a.count;
+  const std::int64_t end = block + n < a.count ? total * (block + n) / a.count : total;
+  return {a.side + 64 * begin, end - begin};
 }
 
 // Mean codes of blocks block .. of one channel; beyond the segment, whatever the buffer holds.

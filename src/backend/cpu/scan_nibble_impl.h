@@ -195,7 +195,10 @@ void SumBlocks(const ScanSumsArgs& a, const NibblePlan& plan, int block, int n) 
   const auto* words = reinterpret_cast<const unsigned char*>(a.planes + a.first + block);
   const bool new_line = block % kLineBlocks == 0;
   const unsigned char* ahead = new_line ? WordsAhead(a, block) : nullptr;
-  if (new_line) FetchSide(a, block);
+  if (new_line) {
+    const SideShare side = ShareOfSide(a, block, kLineBlocks);
+    for (std::int64_t i = 0; i < side.n_lines; ++i) PrefetchFar(side.lines + 64 * i);
+  }
   const std::int64_t* offset = plan.offsets();
   for (int g = 0; g < plan.n_groups; ++g, offset += kGroupPlanes) {
     Transpose4(words, offset, n, index + g * kIndexVectors);

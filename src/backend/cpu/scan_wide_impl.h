@@ -119,23 +119,43 @@ FATHOM_INLINE void WideIndices(const unsigned char* words, const std::int64_t* o
 // registers.
 constexpr int kTileBlocks = 2;
 
+// The compiler would load a value that is used twice as an operand of both, and loads are what
+// binds then.
+FATHOM_INLINE Bytes InRegister(Bytes x) {
+  asm("" : "+v"(x));
+  return x;
+}
+
+// What one group of planes adds to two blocks of Heads heads, or starts their sums with.
+template <int Heads, bool First>
+FATHOM_INLINE void AddWideGroup(const Bytes* index, const std::uint8_t* table, Bytes* sum) {
+  const Bytes at[kTileBlocks] = {LoadBytes(index), LoadBytes(index + 1)};
+#pragma GCC unroll 4
+  for (int h = 0; h < Heads; ++h) {
+    const Bytes t = InRegister(LoadBytes(table + 64 * h));
+#pragma GCC unroll 2
+    for (int k = 0; k < kTileBlocks; ++k) {
+      const Bytes x = _mm512_permutexvar_epi8(at[k], t);
+      Bytes& to = sum[kTileBlocks * h + k];
+      to = First ? x : AddBytes(to, x);
+    }
+  }
+}
+
 // Sums of one part: sum[h * kTileBlocks + block]. index: of the first group, eight a group.
 template <int Heads>
 FATHOM_INLINE void SumWideGroups(const Bytes* index, const std::uint8_t* table, int n_groups,
                                  int group, Bytes* sum) {
-#pragma GCC unroll 16
-  for (int i = 0; i < kTileBlocks * Heads; ++i) sum[i] = ZeroBytes();
-  for (int g = 0; g < n_groups; ++g, index += kWideBlocks, table += 64 * group) {
-    const Bytes at[kTileBlocks] = {LoadBytes(index), LoadBytes(index + 1)};
-#pragma GCC unroll 4
-    for (int h = 0; h < Heads; ++h) {
-      const Bytes t = LoadBytes(table + 64 * h);
-#pragma GCC unroll 2
-      for (int k = 0; k < kTileBlocks; ++k) {
-        Bytes& x = sum[kTileBlocks * h + k];
-        x = AddBytes(x, _mm512_permutexvar_epi8(at[k], t));
-      }
-    }
+  if (n_groups == 0) {  // of a query that reads means alone
+#pragma GCC unroll 8
+    for (int i = 0; i < kTileBlocks * Heads; ++i) sum[i] = ZeroBytes();
+    return;
+  }
+  AddWideGroup<Heads, true>(index, table, sum);
+  for (int g = 1; g < n_groups; ++g) {
+    index += kWideBlocks;
+    table += 64 * group;
+    AddWideGroup<Heads, false>(index, table, sum);
   }
 }
 
@@ -146,6 +166,15 @@ FATHOM_INLINE void SumWideParts(const WidePlan& plan, const Bytes* index, const 
   constexpr int kSums = kTileBlocks * Heads;
   SumWideGroups<Heads>(index, table, plan.part_end[0], group, sum);
   if (plan.n_parts == 1) return;
+  if (plan.n_parts == 2) {
+    const int first = plan.part_end[0];
+    Bytes other[kSums];
+    SumWideGroups<Heads>(index + first * kWideBlocks, table + std::int64_t{first} * group * 64,
+                         plan.part_end[1] - first, group, other);
+#pragma GCC unroll 8
+    for (int i = 0; i < kSums; ++i) sum[i] = AverageBytes(sum[i], other[i]);
+    return;
+  }
   Bytes waiting[3][kSums];  // averages that wait for their partner, by level of the tree
   for (int part = 1; part < plan.n_parts; ++part) {
     int level = 0;
@@ -163,10 +192,48 @@ FATHOM_INLINE void SumWideParts(const WidePlan& plan, const Bytes* index, const 
   }
 }
 
+// What will be read some blocks on, fetched evenly while the heads of a group are summed: in one go
+// it would take all the places for outstanding misses, which loads from the second-level cache need
+// as well.
+struct WideAhead {
+  const unsigned char* words;  // or null
+  const std::int64_t* offset;
+  int n_planes;
+  int planes_a_tile;
+  SideShare side;
+  std::int64_t lines_a_tile;
+
+  FATHOM_INLINE void Fetch(int tile) const {
+    if (words != nullptr) {
+      const int begin = tile * planes_a_tile;
+      const int end = begin + planes_a_tile < n_planes ? begin + planes_a_tile : n_planes;
+      for (int i = begin; i < end; ++i) PrefetchFar(words + offset[i]);
+    }
+    const std::int64_t begin = tile * lines_a_tile;
+    const std::int64_t end =
+        begin + lines_a_tile < side.n_lines ? begin + lines_a_tile : side.n_lines;
+    for (std::int64_t i = begin; i < end; ++i) PrefetchFar(side.lines + 64 * i);
+  }
+};
+
+// Of blocks block .. block + n - 1 of the call.
+FATHOM_INLINE WideAhead AheadOf(const ScanSumsArgs& a, const WidePlan& plan, int block, int n) {
+  const int tiles = (n + kTileBlocks - 1) / kTileBlocks;
+  const int n_planes = plan.n_groups * kWidePlanes;
+  const SideShare side = ShareOfSide(a, block, n);
+  return {WordsAhead(a, block),
+          plan.offsets(a.group),
+          n_planes,
+          (n_planes + tiles - 1) / tiles,
+          side,
+          (side.n_lines + tiles - 1) / tiles};
+}
+
 template <int Heads>
 FATHOM_INLINE void SumWideHeads(const ScanSumsArgs& a, const WidePlan& plan, const Bytes* index,
-                                int head, int n, std::uint8_t* out) {
+                                int head, int n, std::uint8_t* out, const WideAhead& ahead) {
   for (int k = 0; k < n; k += kTileBlocks) {
+    if (head == 0) ahead.Fetch(k / kTileBlocks);
     Bytes sum[kTileBlocks * Heads];
     SumWideParts<Heads>(plan, index + k, plan.tables() + 64 * head, a.group, sum);
     std::uint8_t* at = out + head * a.stride + k * kBlockTokens;
@@ -182,19 +249,16 @@ FATHOM_INLINE void SumWideHeads(const ScanSumsArgs& a, const WidePlan& plan, con
 void SumWideBlocks(const ScanSumsArgs& a, const WidePlan& plan, int block, int n) {
   Bytes index[kMaxGroups * kWideBlocks];
   const auto* words = reinterpret_cast<const unsigned char*>(a.planes + a.first + block);
-  const unsigned char* ahead = WordsAhead(a, block);
-  FetchSide(a, block);
   const std::int64_t* offset = plan.offsets(a.group);
+  const WideAhead ahead = AheadOf(a, plan, block, n);
   for (int g = 0; g < plan.n_groups; ++g, offset += kWidePlanes) {
     WideIndices(words, offset, n, index + g * kWideBlocks);
-    if (ahead == nullptr) continue;
-    for (int i = 0; i < kWidePlanes; ++i) PrefetchFar(ahead + offset[i]);
   }
   std::uint8_t* out = a.sums + block * kBlockTokens;
   int head = 0;
-  for (; head + 4 <= a.group; head += 4) SumWideHeads<4>(a, plan, index, head, n, out);
-  for (; head + 2 <= a.group; head += 2) SumWideHeads<2>(a, plan, index, head, n, out);
-  for (; head < a.group; ++head) SumWideHeads<1>(a, plan, index, head, n, out);
+  for (; head + 4 <= a.group; head += 4) SumWideHeads<4>(a, plan, index, head, n, out, ahead);
+  for (; head + 2 <= a.group; head += 2) SumWideHeads<2>(a, plan, index, head, n, out, ahead);
+  for (; head < a.group; ++head) SumWideHeads<1>(a, plan, index, head, n, out, ahead);
 }
 
 void WideSums(const ScanSumsArgs* args) {

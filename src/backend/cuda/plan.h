@@ -58,9 +58,13 @@ struct ChannelPlan {
   std::int32_t* scan_channels;  // .. and the same as LabelScan takes them
   std::int32_t* n_channels;     // [n_heads] out: r
   float* chosen_q;              // [n_heads][group][r] out
+  // Of TakeChannels, one at most: the queries' channels that the table's are, [n_heads][r], or the
+  // map of queries to its basis, [n_heads][D][r]; null: the first r channels.
+  const std::int32_t* fixed;
+  const float* map;
 };
 void PlanChannels(const ChannelPlan& plan, cudaStream_t stream);
-// Channels 0 .. r - 1 for all: what a table of fixed channels in a basis of its own reads.
+// All r channels of a table of fixed channels.
 void TakeChannels(const ChannelPlan& plan, cudaStream_t stream);
 
 }  // namespace fathom::cuda

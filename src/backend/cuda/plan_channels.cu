@@ -71,6 +71,17 @@ __global__ void __launch_bounds__(kThreads) PaperKernel(PaperPlanArgs p) {
   List(storage, depth > 0 ? 1 : 0, j, p.channels + row, p.n_channels + head);
 }
 
+// Queries of a head in the basis of its table.
+__device__ void MapQueries(const ChannelPlan& p, int head, const float* q) {
+  const float* map = p.map + std::int64_t{head} * p.head_dim * p.r;
+  for (int i = static_cast<int>(threadIdx.x); i < p.group * p.r; i += kThreads) {
+    const int h = i / p.r, j = i % p.r;
+    float sum = 0;
+    for (int d = 0; d < p.head_dim; ++d) sum += q[h * p.head_dim + d] * map[d * p.r + j];
+    p.chosen_q[std::int64_t{head} * p.group * p.r + i] = sum;
+  }
+}
+
 __global__ void __launch_bounds__(kThreads) ChannelKernel(ChannelPlan p, bool choose) {
   __shared__ typename Scan::TempStorage storage;
   __shared__ float size[kMaxHeadDim];
@@ -95,11 +106,14 @@ __global__ void __launch_bounds__(kThreads) ChannelKernel(ChannelPlan p, bool ch
   int at = 0, total = 0;
   Scan(storage).ExclusiveSum(chosen ? 1 : 0, at, total);
   if (threadIdx.x == 0) p.n_channels[head] = p.r;
+  if (p.map != nullptr) MapQueries(p, head, q);
   if (!chosen) return;
   p.channels[std::int64_t{head} * p.r + at] = static_cast<std::int16_t>(j);
   p.scan_channels[std::int64_t{head} * p.r + at] = j;
+  if (p.map != nullptr) return;
+  const int from = p.fixed != nullptr ? p.fixed[std::int64_t{head} * p.r + at] : j;
   for (int h = 0; h < p.group; ++h) {
-    p.chosen_q[(std::int64_t{head} * p.group + h) * p.r + at] = q[h * p.head_dim + j];
+    p.chosen_q[(std::int64_t{head} * p.group + h) * p.r + at] = q[h * p.head_dim + from];
   }
 }
 
