@@ -32,8 +32,10 @@ FATHOM_INLINE float ExpOne(float x) {
 void MakeDecayTable(float decay, DecayTable* t) {
   for (int i = 0; i < 16; ++i) {
     const float back = static_cast<float>(15 - i);
+    // NOLINTBEGIN(bugprone-incorrect-roundings): nothing here is negative
     t->low[i] = static_cast<std::uint8_t>(kLowTop * ExpOne(-decay * back) + 0.5f);
     const int high = static_cast<int>(kHighTop * ExpOne(-16 * decay * back) + 0.5f);
+    // NOLINTEND(bugprone-incorrect-roundings)
     t->high_digit[i] = static_cast<std::uint8_t>(high >> 7);
     t->low_digit[i] = static_cast<std::uint8_t>(high & 127);
   }
