@@ -6,6 +6,7 @@
 #include <string>
 
 #include "backend/cuda/gather.h"
+#include "backend/cuda/host_copy.h"
 #include "backend/cuda/rest.h"
 #include "backend/cuda/scan_mean.h"
 #include "backend/cuda/select.h"
@@ -127,9 +128,7 @@ StepLengths AttentionStep::LengthsOf(std::int64_t n_tokens, std::int64_t n_block
 }
 
 void AttentionStep::CopyLengths(const Lengths* lengths, cudaStream_t stream) {
-  Check(cudaMemcpyAsync(lengths_.data(), lengths, Size(3 * sizes_.batch) * sizeof(Lengths),
-                        cudaMemcpyHostToDevice, stream),
-        "cudaMemcpyAsync");
+  CopyToDevice(lengths_.data(), lengths, Size(3 * sizes_.batch), stream);
 }
 
 void AttentionStep::SetLengths(std::span<const std::int64_t> n_tokens, bool dense,

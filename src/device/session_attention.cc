@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "backend/cuda/append_rows.h"
+#include "backend/cuda/host_copy.h"
 #include "fathom/error.h"
 
 namespace fathom::cuda {
@@ -189,12 +190,8 @@ void SessionAttention::LoadResident(std::int64_t n_tokens) {
                   sinks.data() + h * kSinks * row);
     }
     const std::int64_t at = HeadAt(layer) * row;
-    Check(cudaMemcpyAsync(ring_.data() + at * kRing, ring.data(), ring.size() * sizeof(Half),
-                          cudaMemcpyHostToDevice, stream_.get()),
-          "cudaMemcpyAsync");
-    Check(cudaMemcpyAsync(sinks_.data() + at * kSinks, sinks.data(), sinks.size() * sizeof(Half),
-                          cudaMemcpyHostToDevice, stream_.get()),
-          "cudaMemcpyAsync");
+    CopyToDevice(ring_.data() + at * kRing, ring.data(), ring.size(), stream_.get());
+    CopyToDevice(sinks_.data() + at * kSinks, sinks.data(), sinks.size(), stream_.get());
     stream_.Wait();  // the staging area is written again
   }
   resident_ = n_tokens;
@@ -213,9 +210,7 @@ LayerRows SessionAttention::RowsOf(std::int32_t layer) const {
 
 void SessionAttention::Begin(cudaStream_t stream) {
   step_->CopyLengths(host_lengths_.data(), stream);
-  Check(cudaMemcpyAsync(place_.data(), host_place_.data(), kPlaceNumbers * sizeof(std::int32_t),
-                        cudaMemcpyHostToDevice, stream),
-        "cudaMemcpyAsync");
+  CopyToDevice(place_.data(), host_place_.data(), kPlaceNumbers, stream);
   step_->ClearCounts(stream);
 }
 
@@ -232,9 +227,7 @@ void SessionAttention::Layer(std::int32_t layer, const float* q, const float* k,
 }
 
 void SessionAttention::End(cudaStream_t stream) {
-  Check(cudaMemcpyAsync(host_counts_.data(), step_->counts(),
-                        host_counts_.size() * sizeof(std::int32_t), cudaMemcpyDeviceToHost, stream),
-        "cudaMemcpyAsync");
+  CopyToHost(host_counts_.data(), step_->counts(), host_counts_.size(), stream);
   if (!scans_) return;
   const std::int64_t first = HeadAt(rules_.dense_layers);
   const std::size_t pitch = sizeof(MeanTableHead) * Size(planes_->n_codecs());

@@ -5,6 +5,7 @@
 #include <string>
 #include <utility>
 
+#include "backend/cuda/host_copy.h"
 #include "device/session_attention.h"
 #include "fathom/error.h"
 #include "model/cuda/dense.h"
@@ -14,7 +15,6 @@
 namespace fathom {
 namespace {
 
-using cuda::Check;
 using cuda::DenseOps;
 using cuda::DeviceBuffer;
 using cuda::DeviceWeights;
@@ -101,9 +101,7 @@ class CudaSessionDecode final : public SessionDecode {
   }
 
   void Record(cudaStream_t stream) {
-    Check(cudaMemcpyAsync(token_.data(), host_token_.data(), sizeof(Token), cudaMemcpyHostToDevice,
-                          stream),
-          "cudaMemcpyAsync");
+    cuda::CopyToDevice(token_.data(), host_token_.data(), 1, stream);
     attention_.Begin(stream);
     dense_.Embed(token_.data(), 1, stream);
     const std::int32_t n_layers = weights_->shape().n_layers;
@@ -115,9 +113,7 @@ class CudaSessionDecode final : public SessionDecode {
     }
     dense_.Logits(0, 1, logits_.data(), stream);
     attention_.End(stream);
-    Check(cudaMemcpyAsync(host_logits_.data(), logits_.data(), logits_.size() * sizeof(float),
-                          cudaMemcpyDeviceToHost, stream),
-          "cudaMemcpyAsync");
+    cuda::CopyToHost(host_logits_.data(), logits_.data(), logits_.size(), stream);
   }
 
   std::shared_ptr<const Model> model_;

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <span>
 
+#include "backend/cuda/host_copy.h"
+
 namespace fathom::cuda {
 namespace {
 
@@ -59,12 +61,8 @@ void ValueMirror::Sync(const StepSource& source, std::int64_t kept, std::int64_t
     }
   }
   const auto factors = source.factors().subspan(Size(dense_layers_) * Size(heads_.n_heads));
-  Check(cudaMemcpyAsync(mean_.data(), mean.data(), mean.size() * sizeof(float),
-                        cudaMemcpyHostToDevice, stream),
-        "cudaMemcpyAsync");
-  Check(cudaMemcpyAsync(factor_.data(), factors.data(), factors.size_bytes(),
-                        cudaMemcpyHostToDevice, stream),
-        "cudaMemcpyAsync");
+  CopyToDevice(mean_.data(), mean.data(), mean.size(), stream);
+  CopyToDevice(factor_.data(), factors.data(), factors.size(), stream);
   Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
