@@ -333,6 +333,18 @@ TEST(CudaEmulationDeathTest, LanesThatAreMissing) {
   EXPECT_DEATH(RunBlocks(1, kernel), "deadlock in block");
 }
 
+// Of a kernel that may begin before what precedes it has ended.
+TEST(CudaEmulationDeathTest, NotWaitedForWhatPrecedes) {
+  const auto run = [](const std::function<void()>& kernel) {
+    Launch(nullptr, dim3(1), kThreads, 0, nullptr, kernel, /*follows=*/true);
+  };
+  run([] { cudaGridDependencySynchronize(); });
+  EXPECT_DEATH(run([] {
+                 if (threadIdx.x > 0) cudaGridDependencySynchronize();
+               }),
+               "ends without having waited");
+}
+
 TEST(CudaEmulationDeathTest, BeyondTheEndOfMemory) {
   const DeviceArray<int> array(64);  // 256 bytes: the next page begins behind them
   EXPECT_DEATH(RunBlocks(1, [&] { array.data()[64] = 1; }), "");

@@ -113,6 +113,14 @@ AttentionStep::AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens)
   weigh_other_.Reserve(Size(lists * weigh_splits_));
 }
 
+Candidates AttentionStep::candidates() const {
+  return {keys_.data(), count_, kCandidates, least_.data()};
+}
+
+float AttentionStep::exp_scale() const {
+  return 1.0F / std::sqrt(static_cast<float>(sizes_.heads.head_dim));
+}
+
 StepLengths AttentionStep::LengthsOf(std::int64_t n_tokens, std::int64_t n_blocks,
                                      bool dense) const {
   const auto n = static_cast<std::int32_t>(n_tokens), blocks = static_cast<std::int32_t>(n_blocks);
@@ -154,35 +162,35 @@ void AttentionStep::Choose(std::int32_t layer, IndexScan* index, const StageFn& 
                            cudaStream_t stream) {
   const std::int32_t group = sizes_.heads.group(), n_kv = sizes_.heads.n_kv_heads;
   const std::int32_t lists = sizes_.n_lists();
-  const Candidates candidates{keys_.data(), count_, kCandidates, least_.data()};
-  const bool rest = has_rest(index);
-  const float exp_scale = 1.0F / std::sqrt(static_cast<float>(sizes_.heads.head_dim));
-  const RestSink rest_sink{rest ? rest_.data() : nullptr, rest_stride_, exp_scale};
+  const RestSink rest_sink{has_rest(index) ? rest_.data() : nullptr, rest_stride_, exp_scale()};
 
-  Check(cudaMemsetAsync(counters_.data(), 0, counters_.size() * sizeof(std::int32_t), stream),
-        "cudaMemsetAsync");
   const std::int32_t step =
       index->sample_step(static_cast<std::int32_t>(score_stride_ / kTileTokens));
   index->Scan(layer, {sample_.data(), sample_stride_, step, nullptr, {}}, {}, stream);
-  FindLimits(
-      {sample_.data(), sample_stride_, step, group, n_kv, lists, scan_lengths(), least_.data()},
-      stream);
-  index->Scan(layer, {nullptr, 0, 1, nullptr, candidates}, rest_sink, stream);
+  FindLimits({sample_.data(), sample_stride_, step, group, n_kv, lists, scan_lengths(),
+              least_.data(), count_, redo_},
+             stream);
+  index->Scan(layer, {nullptr, 0, 1, nullptr, candidates()}, rest_sink, stream);
   if (on_stage) on_stage(layer, Stage::kScan);
-  Select(SelectCandidates{candidates, group, n_kv, lists, scan_lengths(), max_keep_,
+  Select(SelectCandidates{candidates(), group, n_kv, lists, scan_lengths(), max_keep_,
                           winners_.data(), kth_key_.data(), cut_.data(), redo_},
          stream);
   index->Scan(layer, {scores_.data(), score_stride_, 1, redo_, {}}, {}, stream);
   Select(SelectScores{scores_.data(), score_stride_, group, n_kv, lists, scan_lengths(), max_keep_,
                       winners_.data(), kth_key_.data(), cut_.data(), redo_},
          stream);
-  if (!rest) return;
-  CorrectRest({candidates, kth_key_.data(), exp_scale, group, n_kv, lists, scan_lengths(), redo_,
-               rest_.data(), rest_stride_, cut_.data()},
+}
+
+// After the gather of rows has been launched, which it runs beside.
+void AttentionStep::FinishRest(cudaStream_t stream) {
+  const std::int32_t group = sizes_.heads.group(), n_kv = sizes_.heads.n_kv_heads;
+  const std::int32_t lists = sizes_.n_lists();
+  CorrectRest({candidates(), kth_key_.data(), exp_scale(), group, n_kv, lists, scan_lengths(),
+               redo_, rest_.data(), rest_stride_, cut_.data(), /*beside_gather=*/true},
               stream);
-  SumRest({scores_.data(), score_stride_, kth_key_.data(), exp_scale, group, n_kv, lists,
+  SumRest({scores_.data(), score_stride_, kth_key_.data(), exp_scale(), group, n_kv, lists,
            scan_lengths(), static_cast<std::int32_t>(rest_stride_), redo_, rest_.data(),
-           rest_stride_, cut_.data()},
+           rest_stride_, cut_.data(), /*beside_gather=*/true},
           stream);
 }
 
@@ -192,10 +200,11 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
   const HeadGeometry& heads = sizes_.heads;
   const std::int32_t group = heads.group(), n_heads = sizes_.n_heads();
   const std::int32_t n_splits = index == nullptr ? dense_splits_ : n_splits_;
-  const float scale = 1.0F / std::sqrt(static_cast<float>(heads.head_dim));
+  const float scale = exp_scale();
   Gather(
       GatherRows{heads.head_dim, n_heads, heads.n_kv_heads, rows.source, attended_, staged_.data()},
       stream);
+  if (has_rest(index)) FinishRest(stream);
   if (on_stage) on_stage(layer, Stage::kRows);
   Attend(AttendRows{.head_dim = heads.head_dim,
                     .group = group,
@@ -213,8 +222,7 @@ void AttentionStep::AttendRowsOf(std::int32_t layer, const IndexScan* index, con
                     .part_out = part_out_.data(),
                     .part = part_.data()},
          stream);
-  const bool rest =
-      sizes_.residual && index != nullptr && index->has_rest() && rows.value_means != nullptr;
+  const bool rest = has_rest(index) && rows.value_means != nullptr;
   RestMass mass{};
   if (rest) {
     mass = {rest_.data(), rest_stride_,      scan_lengths(), attended_.count,

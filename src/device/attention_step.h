@@ -92,7 +92,10 @@ class AttentionStep {
   bool has_rest(const IndexScan* index) const {
     return sizes_.residual && index != nullptr && index->has_rest();
   }
+  Candidates candidates() const;
+  float exp_scale() const;
   void Choose(std::int32_t layer, IndexScan* index, const StageFn& on_stage, cudaStream_t stream);
+  void FinishRest(cudaStream_t stream);
   void AttendRowsOf(std::int32_t layer, const IndexScan* index, const LayerRows& rows,
                     const float* q, float* out, cudaStream_t stream, const StageFn& on_stage);
   // In tokens, of a layer with or without an index.

@@ -2,6 +2,7 @@
 #include <cuda_fp16.h>
 
 #include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "device/captured.h"
 
 namespace fathom::cuda {
@@ -42,6 +43,7 @@ __global__ void __launch_bounds__(kThreads) MeanKeysKernel(MeanKeys a) {
 }
 
 __global__ void TakeCapturedKernel(CapturedStep a) {
+  Follow();
   const int head = static_cast<int>(blockIdx.x), dim = a.head_dim;
   const int sequence = head / a.n_kv_heads, n_sequences = a.n_heads / a.n_kv_heads;
   const std::int64_t at = (std::int64_t{*a.step} * n_sequences + sequence) % a.n_positions;
@@ -61,6 +63,7 @@ __global__ void TakeCapturedKernel(CapturedStep a) {
 }
 
 __global__ void CountStepKernel(std::int32_t* step) {
+  Follow();
   if (threadIdx.x == 0) ++*step;
 }
 
@@ -90,13 +93,12 @@ void FillMeanKeys(const MeanKeys& args, cudaStream_t stream) {
 
 void TakeCaptured(const CapturedStep& args, cudaStream_t stream) {
   if (args.n_heads == 0) return;
-  TakeCapturedKernel<<<static_cast<unsigned>(args.n_heads), kThreads, 0, stream>>>(args);
-  CheckLaunch("TakeCaptured");
+  LaunchFollower("TakeCaptured", TakeCapturedKernel, static_cast<unsigned>(args.n_heads), kThreads,
+                 0, stream, args);
 }
 
 void CountStep(std::int32_t* step, cudaStream_t stream) {
-  CountStepKernel<<<1, 32, 0, stream>>>(step);
-  CheckLaunch("CountStep");
+  LaunchFollower("CountStep", CountStepKernel, 1, 32, 0, stream, step);
 }
 
 }  // namespace fathom::cuda

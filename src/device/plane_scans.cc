@@ -123,6 +123,7 @@ void MeanIndex::Fetch(std::int32_t layer, cudaStream_t stream) {
   runs.n_rows = &t.head->n_planes;
   runs.n_rows_stride = n_codecs_ * std::int64_t{sizeof(MeanTableHead) / sizeof(std::int32_t)};
   Gather(runs, stream);
+  FillBases(ScanOf(layer), stream, /*beside_gather=*/true);
 }
 
 void MeanIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink& rest,
@@ -133,7 +134,8 @@ void MeanIndex::Scan(std::int32_t layer, const ScoreSink& sink, const RestSink& 
   scan.rest_stride = rest.stride;
   scan.exp_scale = rest.exp_scale;
   // The sample comes first.
-  if (sink.scores != nullptr && sink.tile_step > 1) FillBases(scan, stream);
+  const bool is_sample = sink.scores != nullptr && sink.tile_step > 1;
+  if (is_sample && !on_host_) FillBases(scan, stream);
   ScanMean(scan, stream);
 }
 

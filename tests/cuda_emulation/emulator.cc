@@ -64,6 +64,7 @@ struct Fiber {
   void* stack;
   State state;
   unsigned waits_in;  // the generation of what it waits for
+  bool waited;        // for the kernel before
 };
 
 // What a lane has of a and b of a matrix product: words of bytes, or halves as single numbers.
@@ -96,7 +97,8 @@ class Block {
     return block;
   }
 
-  void RunGrid(dim3 grid, int threads, std::size_t shared, const std::function<void()>& body);
+  void RunGrid(dim3 grid, int threads, std::size_t shared, const std::function<void()>& body,
+               bool follows);
 
   Votes Sync(bool vote);
   const std::uint64_t* Exchange(std::uint64_t value);
@@ -104,6 +106,8 @@ class Block {
     if (random_() % 256 == 0) Yield();
   }
   Warp& warp() { return warps_[static_cast<std::size_t>(current_ / 32)]; }
+  bool HasWaited() { return fiber().waited; }
+  void WaitForPrevious() { fiber().waited = true; }
   bool DrawsOne() { return random_() % 4 == 0; }
   unsigned char* dynamic() const { return dynamic_; }
   std::size_t dynamic_bytes() const { return dynamic_bytes_; }
@@ -136,6 +140,7 @@ class Block {
   std::size_t dynamic_bytes_ = 0;
   void* scheduler_stack_ = nullptr;
   const std::function<void()>* body_ = nullptr;
+  bool follows_ = false;
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
   int current_ = 0;
@@ -159,6 +164,7 @@ Block::Block()
 void Block::Entry() {
   Block& block = Get();
   (*block.body_)();
+  if (!block.HasWaited()) Fail("a thread ends without having waited for the kernel before");
   block.fiber().state = State::kDone;
   --block.alive_;
   block.ReleaseBarrier();  // threads that have left are not waited for
@@ -173,7 +179,7 @@ void Block::StartFiber(int thread) {
   top -= 2;
   *top = reinterpret_cast<std::uint64_t>(&Entry);
   for (int i = 0; i < 6; ++i) *--top = 0;
-  fibers_[static_cast<std::size_t>(thread)] = {top, State::kReady, 0};
+  fibers_[static_cast<std::size_t>(thread)] = {top, State::kReady, 0, !follows_};
 }
 
 bool Block::IsReady(Fiber* f) {
@@ -238,10 +244,12 @@ void Block::Run(int threads) {
   }
 }
 
-void Block::RunGrid(dim3 grid, int threads, std::size_t shared, const std::function<void()>& body) {
+void Block::RunGrid(dim3 grid, int threads, std::size_t shared, const std::function<void()>& body,
+                    bool follows) {
   gridDim = grid;
   blockDim = dim3(static_cast<unsigned>(threads));
   body_ = &body;
+  follows_ = follows;
   dynamic_bytes_ = (shared + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
   dynamic_ = shared_end_ - dynamic_bytes_;
   for (unsigned z = 0; z < grid.z; ++z) {
@@ -327,7 +335,7 @@ cudaError_t SetKernelAttribute(const void* kernel, cudaFuncAttribute attribute, 
 }
 
 void Launch(const void* kernel, dim3 grid, int threads, std::size_t shared, cudaStream_t stream,
-            std::function<void()> body) {
+            std::function<void()> body, bool follows) {
   const auto limit = SharedLimits().find(kernel);
   const bool fits =
       shared <= kPlainShared || (limit != SharedLimits().end() && shared <= limit->second);
@@ -338,12 +346,14 @@ void Launch(const void* kernel, dim3 grid, int threads, std::size_t shared, cuda
     return;
   }
   if (threads % 32 != 0) Fail("blocks of %d threads are not emulated", threads);
-  Enqueue(stream,
-          [=, work = std::move(body)] { Block::Get().RunGrid(grid, threads, shared, work); });
+  Enqueue(stream, [=, work = std::move(body)] {
+    Block::Get().RunGrid(grid, threads, shared, work, follows);
+  });
 }
 
 bool DrawsOne() { return Block::Get().DrawsOne(); }
 Votes SyncBlock(bool vote) { return Block::Get().Sync(vote); }
+void WaitForPrevious() { Block::Get().WaitForPrevious(); }
 void MaybeYield() { Block::Get().MaybeYield(); }
 const std::uint64_t* Exchange(std::uint64_t value) { return Block::Get().Exchange(value); }
 

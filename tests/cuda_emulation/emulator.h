@@ -59,8 +59,9 @@ namespace fathom::emulation {
 // --- The host's side of a launch -----------------------------------------------------------------
 
 // What <<<grid, threads, shared, stream>>> does; `body` calls the kernel with its arguments.
+// follows: it may begin before what precedes it has ended, and its threads have to wait for that.
 void Launch(const void* kernel, dim3 grid, int threads, std::size_t shared, cudaStream_t stream,
-            std::function<void()> body);
+            std::function<void()> body, bool follows = false);
 // Does the work now or later, or records it if the stream does (runtime.cc).
 void Enqueue(cudaStream_t stream, std::function<void()> work);
 // Whether `bytes` bytes at p lie in one allocation of the device (runtime.cc).
@@ -84,6 +85,7 @@ struct Votes {
 };
 
 Votes SyncBlock(bool vote);
+void WaitForPrevious();  // that is, for what precedes the kernel
 // Lets other threads run, now and then: called where a kernel may see what they do.
 void MaybeYield();
 // What each lane of the warp gave, once all have. Valid until this lane's next exchange.
@@ -180,6 +182,15 @@ cudaError_t cudaFuncSetAttribute(Kernel* kernel, cudaFuncAttribute attribute, in
                                                value);
 }
 
+// As code for compute capability 9.0.
+template <typename Kernel>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel* /*kernel*/) {
+  *attributes = {};
+  attributes->ptxVersion = attributes->binaryVersion = 90;
+  return cudaSuccess;
+}
+
+inline void __threadfence() { fathom::emulation::MaybeYield(); }
 inline void __syncthreads() { fathom::emulation::SyncBlock(false); }
 inline int __syncthreads_count(int p) { return fathom::emulation::SyncBlock(p != 0).count; }
 inline int __syncthreads_or(int p) { return fathom::emulation::SyncBlock(p != 0).any; }
@@ -234,6 +245,9 @@ template <typename T>
 T __reduce_or_sync(unsigned, T value) {
   return fathom::emulation::Reduce(value, [](T a, T b) { return a | b; });
 }
+
+inline void cudaTriggerProgrammaticLaunchCompletion() {}
+inline void cudaGridDependencySynchronize() { fathom::emulation::WaitForPrevious(); }
 
 template <typename T>
 T __ldg(const T* p) {
@@ -355,3 +369,16 @@ inline unsigned __cvta_generic_to_shared(const void* p) {
   return fathom::emulation::SharedAddress(p);
 }
 inline const void* __cvta_generic_to_global(const void* p) { return p; }
+
+template <typename... Params>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...),
+                               const std::type_identity_t<Params>&... args) {
+  bool follows = false;
+  for (unsigned i = 0; i < config->numAttrs; ++i) {
+    follows = follows || config->attrs[i].id == cudaLaunchAttributeProgrammaticStreamSerialization;
+  }
+  fathom::emulation::Launch(
+      fathom::emulation::AddressOf(kernel), config->gridDim, static_cast<int>(config->blockDim.x),
+      config->dynamicSmemBytes, config->stream, [=] { kernel(args...); }, follows);
+  return cudaPeekAtLastError();
+}

@@ -90,7 +90,7 @@ INSTRUCTIONS = [
     (r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.s8\.s8\.s32 ", mma_bytes("true")),
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.f16\.f16\.f32 ",
      lambda o: call("MmaHalves", addresses(o[:4]), pack(o[4:8]), pack(o[8:10]), pack(o[:4]))),
-    (r"ld\.global\.nc[.:\w]*\.v4\.u32 ", lambda o: call("LoadVector", addresses(o[:4]), o[4])),
+    (r"ld\.global[.:\w]*\.v4\.u32 ", lambda o: call("LoadVector", addresses(o[:4]), o[4])),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16 ", load_matrices("false")),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16 ", load_matrices("true")),
     (r"cp\.async\.cg\.shared\.global(\.L2::\d+B)? \[%0\], \[%1\], 16(, %2)?;", lambda o: call("CopyAsync", *o)),

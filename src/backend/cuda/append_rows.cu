@@ -2,7 +2,7 @@
 #include <cuda_fp16.h>
 
 #include "backend/cuda/append_rows.h"
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 
 namespace fathom::cuda {
 namespace {
@@ -10,6 +10,7 @@ namespace {
 constexpr int kThreads = 128;
 
 __global__ void __launch_bounds__(kThreads) AppendKernel(AppendRow a) {
+  Follow();
   const int head = static_cast<int>(blockIdx.x);
   const int position = a.positions[head / a.n_kv_heads];
   const int place = a.modulus > 0 ? position % a.modulus : position;
@@ -31,8 +32,8 @@ __global__ void __launch_bounds__(kThreads) AppendKernel(AppendRow a) {
 
 void Append(const AppendRow& args, cudaStream_t stream) {
   if (args.n_heads == 0) return;
-  AppendKernel<<<static_cast<unsigned>(args.n_heads), kThreads, 0, stream>>>(args);
-  CheckLaunch("Append");
+  LaunchFollower("Append", AppendKernel, static_cast<unsigned>(args.n_heads), kThreads, 0, stream,
+                 args);
 }
 
 }  // namespace fathom::cuda

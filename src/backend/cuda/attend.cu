@@ -10,6 +10,7 @@
 
 #include "backend/cuda/attend.h"
 #include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/rows.cuh"
 
 namespace fathom::cuda {
@@ -115,8 +116,8 @@ __device__ inline void LoadQuery(const AttendRows& a, int head, int quad, QueryP
       const int c = lane + u * kLanes;
       float4 low = make_float4(0, 0, 0, 0), high = low;
       if (of_group < a.group && c * 8 < a.head_dim) {
-        low = __ldg(reinterpret_cast<const float4*>(q + c * 8));
-        high = __ldg(reinterpret_cast<const float4*>(q + c * 8 + 4));
+        low = __ldcg(reinterpret_cast<const float4*>(q + c * 8));
+        high = __ldcg(reinterpret_cast<const float4*>(q + c * 8 + 4));
       }
       float(&x)[8] = part->x[h][u];
       x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w;
@@ -234,6 +235,7 @@ __device__ inline void AddValues(const unsigned char* stage, int pitch, int head
 // kLanes: lanes that share a key, 16 channels each. kQuads: query heads in fours.
 template <int kLanes, int kQuads>
 __global__ void __launch_bounds__(kThreads) AttendKernel(const __grid_constant__ AttendRows a) {
+  Follow();
   constexpr int kHeads = 4 * kQuads;
   constexpr int kDepth = kStages<kLanes>;
   extern __shared__ __align__(128) unsigned char stages[];
@@ -325,8 +327,7 @@ void LaunchAttend(const AttendRows& a, cudaStream_t stream) {
                              cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "shared memory of AttendKernel");
   const dim3 grid(static_cast<unsigned>(a.n_splits), static_cast<unsigned>(a.n_heads));
-  AttendKernel<kLanes, kQuads><<<grid, kThreads, static_cast<std::size_t>(bytes), stream>>>(a);
-  CheckLaunch("AttendKernel");
+  LaunchFollower("AttendKernel", AttendKernel<kLanes, kQuads>, grid, kThreads, bytes, stream, a);
 }
 
 template <int kLanes>

@@ -32,7 +32,7 @@ __device__ inline void ForEachBlock(const float* scores, std::int32_t n_blocks, 
        base += step) {
     const std::int32_t block = base + group;
     const std::int32_t token = block * kBlockTokens + lane * 4;
-    const float4 v = block < n_blocks ? __ldg(reinterpret_cast<const float4*>(scores + token))
+    const float4 v = block < n_blocks ? __ldcg(reinterpret_cast<const float4*>(scores + token))
                                       : make_float4(0, 0, 0, 0);
     fn(block, v, token);
   }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include <cassert>
 
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/gather.h"
 
 namespace fathom::cuda {
@@ -70,6 +70,7 @@ __device__ void CopyChunk(const GatherRuns& g, int head, int i, int chunk) {
 }
 
 __global__ void __launch_bounds__(kThreads) GatherKernel(GatherRuns g) {
+  FollowAndLetRunBeside();
   __shared__ int first[kMostHeads + 1];  // chunk at which a head begins
   for (int h = static_cast<int>(threadIdx.x); h < g.n_heads; h += kThreads) {
     const bool sparse = g.lengths[h / g.n_kv_heads].keep > 0;
@@ -97,8 +98,7 @@ __global__ void __launch_bounds__(kThreads) GatherKernel(GatherRuns g) {
 void Gather(const GatherRuns& gather, cudaStream_t stream) {
   if (gather.n_heads == 0) return;
   assert(gather.n_heads <= kMostHeads);
-  GatherKernel<<<kBlocks, kThreads, 0, stream>>>(gather);
-  CheckLaunch("Gather");
+  LaunchFollower("Gather", GatherKernel, kBlocks, kThreads, 0, stream, gather);
 }
 
 }  // namespace fathom::cuda

@@ -3,7 +3,7 @@
 #include <cstdint>
 
 #include "backend/cuda/attend.h"
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/rows.cuh"
 
 namespace fathom::cuda {
@@ -15,6 +15,7 @@ constexpr int kLoads = 4;
 // Threads take 16 bytes each, a warp of 512 consecutive bytes at a time; pieces of all blocks go
 // forward together, so that host memory is read in the order of its addresses.
 __global__ void __launch_bounds__(kThreads) GatherKernel(const __grid_constant__ GatherRows a) {
+  FollowAndLetRunBeside();
   const auto head = static_cast<int>(blockIdx.y);
   const HeadSource source = SourceOf(a.source, head, head / a.n_kv_heads, a.head_dim);
   const int n = min(a.attended.count[head], a.attended.capacity);
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kThreads) GatherKernel(const __grid_constant__
       const auto at = static_cast<std::uint32_t>(min(i + u * step, all - 1));
       row[u] = at / static_cast<std::uint32_t>(pieces);
       piece[u] = at - row[u] * static_cast<std::uint32_t>(pieces);
-      token[u] = __ldg(tokens + row[u]);
+      token[u] = __ldcg(tokens + row[u]);
     }
     uint4 data[kLoads];
 #pragma unroll
@@ -59,8 +60,7 @@ void Gather(const GatherRows& a, cudaStream_t stream) {
   const std::int64_t useful = (pieces + kThreads * kLoads - 1) / (kThreads * kLoads);
   const std::int64_t x = std::clamp<std::int64_t>(kBlocks / a.n_heads, 1, useful);
   const dim3 grid(static_cast<unsigned>(x), static_cast<unsigned>(a.n_heads));
-  GatherKernel<<<grid, kThreads, 0, stream>>>(a);
-  CheckLaunch("GatherKernel");
+  LaunchFollower("GatherKernel", GatherKernel, grid, kThreads, 0, stream, a);
 }
 
 }  // namespace fathom::cuda

@@ -31,7 +31,8 @@ void RestToHost(const RankArgs& args, const cuda::HostSelection& selection, cons
                                   .redo = nullptr,
                                   .rest = rest.data(),
                                   .rest_stride = n_blocks,
-                                  .cut = cut.data()};
+                                  .cut = cut.data(),
+                                  .beside_gather = false};
   cuda::SumRest(sum, stream.get());
   for (std::size_t k = 0; k < args.heads.size(); ++k) {
     const RankHead& head = args.heads[k];

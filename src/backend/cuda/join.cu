@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/radix.cuh"
 #include "backend/cuda/select.h"
 
@@ -35,7 +36,7 @@ struct Shared {
 __device__ inline std::int32_t WinnerAt(const JoinWinners& a, std::int32_t index, std::int32_t e) {
   const std::int32_t of_group = a.expand == 1 ? e : e / a.expand;
   const std::int32_t* winners = a.winners + static_cast<std::int64_t>(index) * a.group * a.max_keep;
-  return __ldg(winners + of_group) * a.expand + (e - of_group * a.expand);
+  return __ldcg(winners + of_group) * a.expand + (e - of_group * a.expand);
 }
 
 // fn(token, heads that attend it) for everything the head attends; tokens may come several times.
@@ -164,6 +165,7 @@ __device__ inline void JoinHead(const JoinWinners& a, std::int32_t index, const 
 // with shared_tokens == 0.
 __global__ __launch_bounds__(kThreads, 1) void JoinKernel(const JoinWinners a,
                                                           const std::int32_t shared_tokens) {
+  Follow();
   extern __shared__ __align__(16) unsigned char marks[];
   __shared__ Shared s;
   const auto index = static_cast<std::int32_t>(blockIdx.x);
@@ -220,9 +222,8 @@ void Join(const JoinWinners& args, cudaStream_t stream) {
   const int bytes = tokens == 0 ? 0 : tokens / 8 + (args.out.capacity + 7) / 8 * 16;
   Check(cudaFuncSetAttribute(JoinKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
         "shared memory of JoinKernel");
-  JoinKernel<<<static_cast<unsigned>(n_heads), kThreads, static_cast<std::size_t>(bytes), stream>>>(
-      args, tokens);
-  CheckLaunch("Join");
+  LaunchFollower("Join", JoinKernel, static_cast<unsigned>(n_heads), kThreads, bytes, stream, args,
+                 tokens);
 }
 
 }  // namespace fathom::cuda

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "backend/cuda/attend.h"
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/rows.cuh"
 
 namespace fathom::cuda {
@@ -39,7 +39,7 @@ struct RestSum {
 #pragma unroll
     for (int u = 0; u < kHeldRest; ++u) {
       const int at = u * kThreads + static_cast<int>(threadIdx.x);
-      held[u] = at < n4 ? __ldg(rest + at) : make_float4(0, 0, 0, 0);
+      held[u] = at < n4 ? __ldcg(rest + at) : make_float4(0, 0, 0, 0);
     }
   }
   // Of four at `at` those among the first n; in single precision.
@@ -56,7 +56,7 @@ struct RestSum {
     for (int u = 0; u < kHeldRest; ++u) sum += Four(held[u], (u * kThreads + tid) * 4, n);
 #pragma unroll 4
     for (int at = kHeldRest * kThreads + tid; at < (n + 3) / 4; at += kThreads) {
-      sum += Four(__ldg(rest + at), at * 4, n);
+      sum += Four(__ldcg(rest + at), at * 4, n);
     }
     return sum;
   }
@@ -130,6 +130,7 @@ __device__ inline void AddScaled(float share, const float4& x, float4* to) {
 // kPieces: columns of a lane.
 template <int kPieces>
 __global__ void __launch_bounds__(kThreads, 1) MergeKernel(const __grid_constant__ MergeParts a) {
+  Follow();
   __shared__ Shared shared;
   const auto tid = static_cast<int>(threadIdx.x);
   const int lane = tid % 32, warp = tid / 32;
@@ -143,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1) MergeKernel(const __grid_constant
     const int column = lane + p * 32;
     if (split >= a.n_splits || column * 4 >= a.head_dim) return make_float4(0, 0, 0, 0);
     const float* from = a.part_out + (first + split * a.group) * a.head_dim;
-    return __ldg(reinterpret_cast<const float4*>(from) + column);
+    return __ldcg(reinterpret_cast<const float4*>(from) + column);
   };
   float4 ahead[kHeldSplits][kPieces];
 #pragma unroll
@@ -205,11 +206,10 @@ void Merge(const MergeParts& a, cudaStream_t stream) {
   if (a.n_heads <= 0) return;
   const auto lists = static_cast<unsigned>(a.n_heads * a.group);
   if (a.head_dim <= 128) {
-    MergeKernel<1><<<lists, kThreads, 0, stream>>>(a);
+    LaunchFollower("MergeKernel", MergeKernel<1>, lists, kThreads, 0, stream, a);
   } else {
-    MergeKernel<2><<<lists, kThreads, 0, stream>>>(a);
+    LaunchFollower("MergeKernel", MergeKernel<2>, lists, kThreads, 0, stream, a);
   }
-  CheckLaunch("MergeKernel");
 }
 
 }  // namespace fathom::cuda

@@ -3,6 +3,7 @@
 #include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
 
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/plan.h"
 
 namespace fathom::cuda {
@@ -32,6 +33,7 @@ __device__ void List(typename Scan::TempStorage& storage, int read, int first, s
 }
 
 __global__ void __launch_bounds__(kThreads) PaperKernel(PaperPlanArgs p) {
+  Follow();
   __shared__ typename Scan::TempStorage storage;
   const int head = static_cast<int>(blockIdx.x), j = static_cast<int>(threadIdx.x);
   if (p.lengths[head / p.n_kv_heads].keep == 0) return;
@@ -83,6 +85,7 @@ __device__ void MapQueries(const ChannelPlan& p, int head, const float* q) {
 }
 
 __global__ void __launch_bounds__(kThreads) ChannelKernel(ChannelPlan p, bool choose) {
+  Follow();
   __shared__ typename Scan::TempStorage storage;
   __shared__ float size[kMaxHeadDim];
   const int head = static_cast<int>(blockIdx.x), j = static_cast<int>(threadIdx.x);
@@ -121,20 +124,20 @@ __global__ void __launch_bounds__(kThreads) ChannelKernel(ChannelPlan p, bool ch
 
 void PlanPaper(const PaperPlanArgs& plan, cudaStream_t stream) {
   if (plan.n_heads == 0) return;
-  PaperKernel<<<static_cast<unsigned>(plan.n_heads), kThreads, 0, stream>>>(plan);
-  CheckLaunch("PlanPaper");
+  LaunchFollower("PlanPaper", PaperKernel, static_cast<unsigned>(plan.n_heads), kThreads, 0, stream,
+                 plan);
 }
 
 void PlanChannels(const ChannelPlan& plan, cudaStream_t stream) {
   if (plan.n_heads == 0) return;
-  ChannelKernel<<<static_cast<unsigned>(plan.n_heads), kThreads, 0, stream>>>(plan, true);
-  CheckLaunch("PlanChannels");
+  LaunchFollower("PlanChannels", ChannelKernel, static_cast<unsigned>(plan.n_heads), kThreads, 0,
+                 stream, plan, true);
 }
 
 void TakeChannels(const ChannelPlan& plan, cudaStream_t stream) {
   if (plan.n_heads == 0) return;
-  ChannelKernel<<<static_cast<unsigned>(plan.n_heads), kThreads, 0, stream>>>(plan, false);
-  CheckLaunch("TakeChannels");
+  LaunchFollower("TakeChannels", ChannelKernel, static_cast<unsigned>(plan.n_heads), kThreads, 0,
+                 stream, plan, false);
 }
 
 }  // namespace fathom::cuda

@@ -3,6 +3,7 @@
 // at the start and kept in shared memory. Sums of doubles keep the order of the host's loops; it is
 // documented beside each of them. Most loops stay loops: the kernel runs through them once, and its
 // code has to be fetched.
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/plan.h"
 #include "backend/cuda/prepare_tables.cuh"
 
@@ -421,6 +422,7 @@ __device__ void StoreTable(const MeanTables& t, std::int64_t table, Shared& s) {
 }
 
 __global__ void __launch_bounds__(kThreads, 1) PlanKernel(MeanPlan p) {
+  Follow();
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int head = static_cast<int>(blockIdx.x), j = static_cast<int>(threadIdx.x);
@@ -470,8 +472,8 @@ void PlanMean(const MeanPlan& plan, cudaStream_t stream) {
   constexpr int kBytes = static_cast<int>(sizeof(Shared));
   Check(cudaFuncSetAttribute(PlanKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes),
         "shared memory of PlanKernel");
-  PlanKernel<<<static_cast<unsigned>(plan.n_heads), kThreads, kBytes, stream>>>(plan);
-  CheckLaunch("PlanMean");
+  LaunchFollower("PlanMean", PlanKernel, static_cast<unsigned>(plan.n_heads), kThreads, kBytes,
+                 stream, plan);
 }
 
 }  // namespace fathom::cuda

@@ -5,7 +5,7 @@
 #include <cstdint>
 
 #include "backend/cuda/block_sum.cuh"
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 
 namespace fathom::cuda {
 namespace {
@@ -22,7 +22,7 @@ __device__ inline float ScoreOfKey(std::uint64_t key) {
 }
 
 // One CTA per list: blocks are shared by its candidates only, and barriers order the phases.
-__global__ __launch_bounds__(kCorrectThreads) void CorrectRestKernel(const RestOfCandidates a) {
+__device__ void CorrectList(const RestOfCandidates& a) {
   const auto list = static_cast<std::int32_t>(blockIdx.x);
   const auto tid = static_cast<std::int32_t>(threadIdx.x);
   const std::int32_t head = list / a.group;
@@ -71,7 +71,12 @@ __global__ __launch_bounds__(kCorrectThreads) void CorrectRestKernel(const RestO
   }
 }
 
-__global__ __launch_bounds__(kSumThreads) void SumRestKernel(const RestOfScores a) {
+__global__ __launch_bounds__(kCorrectThreads) void CorrectRestKernel(
+    const __grid_constant__ RestOfCandidates a) {
+  RunBeside(a.beside_gather, [&] { CorrectList(a); });
+}
+
+__device__ void SumList(const RestOfScores& a) {
   const auto list = static_cast<std::int32_t>(blockIdx.x);
   const std::int32_t head = list / a.group;
   const Lengths lengths = a.lengths[head / a.n_kv_heads];
@@ -95,12 +100,17 @@ __global__ __launch_bounds__(kSumThreads) void SumRestKernel(const RestOfScores 
                             });
 }
 
+__global__ __launch_bounds__(kSumThreads) void SumRestKernel(
+    const __grid_constant__ RestOfScores a) {
+  RunBeside(a.beside_gather, [&] { SumList(a); });
+}
+
 }  // namespace
 
 void CorrectRest(const RestOfCandidates& args, cudaStream_t stream) {
   if (args.n_lists == 0) return;
-  CorrectRestKernel<<<static_cast<unsigned>(args.n_lists), kCorrectThreads, 0, stream>>>(args);
-  CheckLaunch("CorrectRest");
+  LaunchFollower("CorrectRest", CorrectRestKernel, static_cast<unsigned>(args.n_lists),
+                 kCorrectThreads, 0, stream, args);
 }
 
 void SumRest(const RestOfScores& args, cudaStream_t stream) {
@@ -109,8 +119,7 @@ void SumRest(const RestOfScores& args, cudaStream_t stream) {
   // Where only some heads are made again it is mostly none: few blocks of threads, which loop.
   constexpr unsigned kRare = 8;
   if (args.redo != nullptr && grid.y > kRare) grid.y = kRare;
-  SumRestKernel<<<grid, kSumThreads, 0, stream>>>(args);
-  CheckLaunch("SumRest");
+  LaunchFollower("SumRest", SumRestKernel, grid, kSumThreads, 0, stream, args);
 }
 
 }  // namespace fathom::cuda

@@ -35,6 +35,8 @@ struct RestOfCandidates {
   float* rest;               // [n_lists][rest_stride] in and out
   std::int64_t rest_stride;
   float* cut;  // [n_lists] out; may be the array that Select wrote
+  // It runs beside the gather that is launched before it, which touches none of this.
+  bool beside_gather;
 };
 void CorrectRest(const RestOfCandidates& args, cudaStream_t stream);
 
@@ -52,7 +54,8 @@ struct RestOfScores {
   const std::int32_t* redo;  // [n_heads] heads with 0 are left as they are; null: all are done
   float* rest;               // [n_lists][rest_stride] out, n_blocks of each
   std::int64_t rest_stride;
-  float* cut;  // [n_lists] out
+  float* cut;          // [n_lists] out
+  bool beside_gather;  // or beside what itself is beside one
 };
 void SumRest(const RestOfScores& args, cudaStream_t stream);
 

@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/scan_labels.cuh"
 #include "backend/cuda/scan_labels.h"
 
@@ -312,6 +313,7 @@ __device__ inline void FlushQueue(const Target& t, int warp, int lane) {
 template <Codes kCodes, int kColumns, bool kOneChunk>
 __global__ void __launch_bounds__(kThreads, kOneChunk ? 5 : 4)
     LabelKernel(const __grid_constant__ LabelScan s, const __grid_constant__ Shape shape) {
+  Follow();
   extern __shared__ __align__(16) unsigned char memory[];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int index = static_cast<int>(blockIdx.x) / shape.parts;
@@ -380,8 +382,7 @@ void Launch(const LabelScan& scan, const Shape& shape, cudaStream_t stream) {
                              cudaSharedmemCarveoutMaxShared),
         "cudaFuncSetAttribute");
   const auto blocks = static_cast<unsigned>(scan.n_pieces) * static_cast<unsigned>(shape.parts);
-  kernel<<<blocks, kThreads, bytes, stream>>>(scan, shape);
-  CheckLaunch("LabelKernel");
+  LaunchFollower("LabelKernel", kernel, blocks, kThreads, bytes, stream, scan, shape);
 }
 
 template <Codes kCodes, int kColumns>

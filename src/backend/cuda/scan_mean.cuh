@@ -2,6 +2,7 @@
 // What the scans of the mean codec share.
 #pragma once
 
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/mma.cuh"
 #include "backend/cuda/scan_mean.h"
 

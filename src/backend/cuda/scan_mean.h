@@ -122,7 +122,8 @@ struct MeanScan {
 };
 void ScanMean(const MeanScan& scan, cudaStream_t stream);
 // Fills `bases` for tables and pieces; before samples are scanned, and before every scan of
-// candidates.
-void FillBases(const MeanScan& scan, cudaStream_t stream);
+// candidates. Means have been there before the step. beside_gather: it runs beside the gather of
+// planes that is launched before it.
+void FillBases(const MeanScan& scan, cudaStream_t stream, bool beside_gather = false);
 
 }  // namespace fathom::cuda

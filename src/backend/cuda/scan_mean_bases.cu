@@ -104,7 +104,7 @@ __device__ void WriteBases(const MeanScan& s, const ScanPiece& piece, const Shar
 }
 
 template <int kMeanBits>
-__global__ void __launch_bounds__(kThreads) BasesKernel(const __grid_constant__ MeanScan s) {
+__device__ void FillPiece(const MeanScan& s) {
   __shared__ Shared shared;
   const ScanPiece piece = s.pieces[blockIdx.y];
   const MeanTables& t = s.tables;
@@ -129,9 +129,15 @@ __global__ void __launch_bounds__(kThreads) BasesKernel(const __grid_constant__ 
   }
 }
 
+template <int kMeanBits>
+__global__ void __launch_bounds__(kThreads)
+    BasesKernel(const __grid_constant__ MeanScan s, bool beside_gather) {
+  RunBeside(beside_gather, [&] { FillPiece<kMeanBits>(s); });
+}
+
 }  // namespace
 
-void FillBases(const MeanScan& scan, cudaStream_t stream) {
+void FillBases(const MeanScan& scan, cudaStream_t stream, bool beside_gather) {
   if (scan.n_pieces == 0 || scan.max_tiles == 0) return;
   constexpr int kResident = 132 * 4;
   constexpr int kTiles = kWarps * kWarpBlocks / kTileBlocks;  // of a block of threads
@@ -139,9 +145,8 @@ void FillBases(const MeanScan& scan, cudaStream_t stream) {
   const int wanted = (kResident + scan.n_pieces - 1) / scan.n_pieces;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(scan.n_pieces));
-  scan.mean_bits == 4 ? BasesKernel<4><<<grid, kThreads, 0, stream>>>(scan)
-                      : BasesKernel<8><<<grid, kThreads, 0, stream>>>(scan);
-  CheckLaunch("FillBases");
+  LaunchFollower("FillBases", scan.mean_bits == 4 ? BasesKernel<4> : BasesKernel<8>, grid, kThreads,
+                 0, stream, scan, beside_gather);
 }
 
 }  // namespace fathom::cuda

@@ -65,10 +65,10 @@ __device__ void TokenSums(const MeanScan& s, const ScanPiece& piece, int block,
     }
 #pragma unroll 4
     for (; p < head.part_end[r]; ++p) {
-      const uint4 v = __ldg(words + shared.row[p] * stride);
+      const uint4 v = __ldcg(words + shared.row[p] * stride);
       const std::uint32_t bit[4] = {v.x, v.y, v.z, v.w};
       for (int w = 0; w < kWords; ++w) {
-        const std::uint32_t add = __ldg(weight + p * kWords + w);
+        const std::uint32_t add = weight[p * kWords + w];
         for (int i = 0; i < 4; ++i) sum[i][w] += add & (0u - ((bit[i] >> lane) & 1u));
       }
     }
@@ -131,6 +131,7 @@ __device__ void Put(const MeanScan& s, const ScanPiece& piece, int block, int h,
 
 template <int kWords>
 __global__ void __launch_bounds__(kThreads) ExactKernel(MeanScan s, bool heavy_only) {
+  Follow();
   __shared__ Shared shared;
   const ScanPiece piece = s.pieces[blockIdx.y];
   const MeanTables& t = s.tables;
@@ -165,8 +166,7 @@ __global__ void __launch_bounds__(kThreads) ExactKernel(MeanScan s, bool heavy_o
 template <int kWords>
 void Launch(const MeanScan& s, bool heavy_only, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(s.max_tiles), static_cast<unsigned>(s.n_pieces));
-  ExactKernel<kWords><<<grid, kThreads, 0, stream>>>(s, heavy_only);
-  CheckLaunch("ScanMean");
+  LaunchFollower("ScanMean", ExactKernel<kWords>, grid, kThreads, 0, stream, s, heavy_only);
 }
 
 }  // namespace

@@ -63,8 +63,8 @@ __device__ void LoadBases(const MeanScan& s, const Shared& shared, int tile, int
     const int h = min(column * 8 + lane % 4 * 2 + i, s.tables.group - 1);
     const std::int32_t* from =
         s.bases + (std::int64_t{shared.piece.head} * s.tables.group + h) * s.bases_stride + block;
-    base[i] = __ldg(from);
-    base[2 + i] = __ldg(from + 1);
+    base[i] = __ldcg(from);
+    base[2 + i] = __ldcg(from + 1);
   }
 }
 
@@ -111,7 +111,7 @@ __device__ std::uint64_t KeyOf(const MeanScan& s, const Shared& shared, int tile
   if (shared.n_parts == 2) u = (u + 1) >> 1;
   if (shared.n_parts > 2) u = ExactSum(s.tables, shared.piece, h, block, bit);
   const std::int64_t list = std::int64_t{shared.piece.head} * s.tables.group + h;
-  const int base = __ldg(s.bases + list * s.bases_stride + shared.piece.first_block + block);
+  const int base = __ldcg(s.bases + list * s.bases_stride + shared.piece.first_block + block);
   const float score = static_cast<float>((u << head.shift) + base) * head.scale;
   return score >= head.least_score ? CandidateKey(score, token) : 0;
 }
@@ -335,7 +335,7 @@ __device__ void LoadWords(const Shared& shared, int tile, uint4 (&word)[kChunks]
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int offset = shared.slot_offset[c * 32 + i / 4 * 16 + lane % 4 * 4 + i % 4];
-      word[c][i] = offset >= 0 ? __ldg(planes + offset) : uint4{0, 0, 0, 0};
+      word[c][i] = offset >= 0 ? __ldcg(planes + offset) : uint4{0, 0, 0, 0};
     }
   }
 #pragma unroll
@@ -368,7 +368,7 @@ __device__ void FilterColumn(const MeanScan& s, Shared& shared, int tile, int co
       std::int64_t{shared.piece.table} * ColumnGroups(s.tables.group) + column;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
-    weight[c] = __ldg(s.tables.fragment + (fragment * 2 + c) * 32 + lane);
+    weight[c] = s.tables.fragment[(fragment * 2 + c) * 32 + lane];
   }
   float mass[4] = {};
   const std::uint32_t reached =
@@ -413,6 +413,7 @@ __device__ void FilterPiece(const MeanScan& s, Shared& shared) {
 template <bool kRest>
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     FilterKernel(const __grid_constant__ MeanScan s) {
+  Follow();
   __shared__ Shared shared;
   const MeanTables& t = s.tables;
   if (threadIdx.x == 0) shared.piece = s.pieces[blockIdx.y];
@@ -448,9 +449,8 @@ void FilterMean(const MeanScan& scan, cudaStream_t stream) {
   const int wanted = scan.n_pieces < kResident ? kResident / scan.n_pieces : 1;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(scan.n_pieces));
-  scan.rest != nullptr ? FilterKernel<true><<<grid, kThreads, 0, stream>>>(scan)
-                       : FilterKernel<false><<<grid, kThreads, 0, stream>>>(scan);
-  CheckLaunch("FilterMean");
+  LaunchFollower("FilterMean", scan.rest != nullptr ? FilterKernel<true> : FilterKernel<false>,
+                 grid, kThreads, 0, stream, scan);
 }
 
 }  // namespace fathom::cuda

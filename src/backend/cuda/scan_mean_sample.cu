@@ -37,7 +37,7 @@ __device__ void TokenSum(const Shared<kWords>& shared, int n_parts, std::int64_t
       std::uint32_t word[kBatch];
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        word[i] = p + i < end ? __ldg(half + shared.row[p + i] * stride) : 0;
+        word[i] = p + i < end ? __ldcg(half + shared.row[p + i] * stride) : 0;
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
@@ -84,6 +84,7 @@ __device__ void FillShared(const MeanScan& s, const ScanPiece& piece, Shared<kWo
 
 template <int kWords>
 __global__ void __launch_bounds__(kThreads) SampleKernel(const __grid_constant__ MeanScan s) {
+  Follow();
   __shared__ Shared<kWords> shared;
   const ScanPiece piece = s.pieces[blockIdx.y];
   const MeanTables& t = s.tables;
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kThreads) SampleKernel(const __grid_constant__
     for (int h = 0; h < kWords * 4; ++h) {
       if (h >= t.group) break;
       const std::int64_t list = std::int64_t{piece.head} * t.group + h;
-      const int base = used ? __ldg(s.bases + list * s.bases_stride + in_sequence) : 0;
+      const int base = used ? __ldcg(s.bases + list * s.bases_stride + in_sequence) : 0;
       const int u = static_cast<int>(sum[h / 4] >> 8 * (h % 4) & 255u);
       const int total = (u << head.shift[h]) + base;
       const float score = static_cast<float>(total) * head.scale[h];
@@ -127,8 +128,7 @@ void Launch(const MeanScan& s, cudaStream_t stream) {
   const int wanted = (132 * 8 + s.n_pieces - 1) / s.n_pieces;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(s.n_pieces));
-  SampleKernel<kWords><<<grid, kThreads, 0, stream>>>(s);
-  CheckLaunch("SampleMean");
+  LaunchFollower("SampleMean", SampleKernel<kWords>, grid, kThreads, 0, stream, s);
 }
 
 }  // namespace

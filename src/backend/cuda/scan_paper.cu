@@ -6,6 +6,7 @@
 
 #include <cmath>
 
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/mma.cuh"
 #include "backend/cuda/scan_paper.cuh"
 
@@ -59,7 +60,7 @@ __device__ void ScanBlock(const PaperScan& s, const PaperPiece& piece, int block
     for (int i = 0; i < n; ++i) {
       const std::int64_t row = piece.gathered ? first + i : shared.plane[first + i];
       const uint2 word =
-          __ldg(reinterpret_cast<const uint2*>(piece.planes + row * piece.plane_stride + block));
+          __ldcg(reinterpret_cast<const uint2*>(piece.planes + row * piece.plane_stride + block));
       const std::uint32_t low = (~word.x >> lane) << 31, high = (~word.y >> lane) << 31;
 #pragma unroll
       for (int h = 0; h < kGroup; ++h) {
@@ -105,6 +106,7 @@ __device__ void Put(const PaperScan& s, const PaperPiece& piece, int block, int 
 
 template <int kGroup>
 __global__ void __launch_bounds__(kThreads) PaperKernel(PaperScan s, bool heavy_only) {
+  Follow();
   __shared__ Shared<kGroup> shared;
   const PaperPiece piece = s.pieces[blockIdx.y];
   if (s.sink.only != nullptr && s.sink.only[piece.head] == 0) return;
@@ -141,8 +143,7 @@ void Launch(const PaperScan& s, bool heavy_only, cudaStream_t stream) {
   const int wanted = (resident + s.n_pieces - 1) / s.n_pieces;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(s.n_pieces));
-  PaperKernel<kGroup><<<grid, kThreads, 0, stream>>>(s, heavy_only);
-  CheckLaunch("ScanPaper");
+  LaunchFollower("ScanPaper", PaperKernel<kGroup>, grid, kThreads, 0, stream, s, heavy_only);
 }
 
 }  // namespace

@@ -10,6 +10,7 @@
 // nothing. Bits of planes become operands as in scan_mean_filter.cu.
 #include <cuda_fp16.h>
 
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/mma.cuh"
 #include "backend/cuda/scan_paper.cuh"
 
@@ -114,7 +115,7 @@ __device__ void Octets(const Shared& shared, int pair, std::uint32_t (&x)[kChunk
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int slot = c * 32 + i / 4 * 16 + t * 4 + i % 4;
-      word[i] = slot < shared.n_planes ? __ldg(planes + shared.plane_offset[slot]) : uint4{};
+      word[i] = slot < shared.n_planes ? __ldcg(planes + shared.plane_offset[slot]) : uint4{};
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -161,7 +162,7 @@ __device__ __noinline__ void Examine(const PaperScan& s, const Shared& shared, i
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       const int at = min(i + k, shared.n_planes - 1);
-      word[k] = __ldg(half + std::int64_t{shared.plane_offset[at]} * 4);
+      word[k] = __ldcg(half + std::int64_t{shared.plane_offset[at]} * 4);
       weight[k] = PlaneWeight(shared.q[h][at], ScaleAt(shared, at, block));
     }
 #pragma unroll
@@ -285,6 +286,7 @@ __device__ void FilterPiece(const PaperScan& s, Shared& shared) {
 
 __global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     FilterKernel(const __grid_constant__ PaperScan s) {
+  Follow();
   __shared__ Shared shared;
   if (threadIdx.x == 0) shared.piece = s.pieces[blockIdx.y];
   if (threadIdx.x < kWarps) shared.queue[threadIdx.x].count = 0;
@@ -306,8 +308,7 @@ bool FilterPaper(const PaperScan& scan, cudaStream_t stream) {
   const int wanted = scan.n_pieces < kResident ? kResident / scan.n_pieces : 1;
   const dim3 grid(static_cast<unsigned>(wanted < most ? wanted : most),
                   static_cast<unsigned>(scan.n_pieces));
-  FilterKernel<<<grid, kThreads, 0, stream>>>(scan);
-  CheckLaunch("FilterPaper");
+  LaunchFollower("FilterPaper", FilterKernel, grid, kThreads, 0, stream, scan);
   return true;
 }
 

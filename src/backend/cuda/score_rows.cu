@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/mma.cuh"
 #include "backend/cuda/score_rows.h"
 
@@ -36,7 +36,7 @@ struct Queries {
 
 __device__ inline uint4 Load16(const Half* p) {
   uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.global.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "l"(p));
   return v;
@@ -150,6 +150,7 @@ __device__ inline void MultiplyKeys(const RowScores& s, const Queries<kSets>& qu
 template <int kSets>
 __global__ void __launch_bounds__(kThreads, kSets == 1 ? 3 : 2)
     RowKernel(const __grid_constant__ RowScores s, int parts) {
+  Follow();
   __shared__ Queries<kSets> queries;
   const int head = static_cast<int>(blockIdx.x) / parts;
   const int part = static_cast<int>(blockIdx.x) - head * parts;
@@ -215,8 +216,7 @@ __global__ void __launch_bounds__(kThreads, kSets == 1 ? 3 : 2)
 template <int kSets>
 void Launch(const RowScores& scores, int parts, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(scores.n_heads) * static_cast<unsigned>(parts);
-  RowKernel<kSets><<<blocks, kThreads, 0, stream>>>(scores, parts);
-  CheckLaunch("RowKernel");
+  LaunchFollower("RowKernel", RowKernel<kSets>, blocks, kThreads, 0, stream, scores, parts);
 }
 
 }  // namespace

@@ -31,6 +31,9 @@ struct SampleLimits {
   std::int32_t group, n_kv_heads, n_lists;
   const Lengths* lengths;
   float* least;  // [n_lists] out
+  // For what comes next, set to 0 if not null: Candidates::count [n_lists], and redo by KV head.
+  std::int32_t* count;
+  std::int32_t* redo;
 };
 void FindLimits(const SampleLimits& args, cudaStream_t stream);
 

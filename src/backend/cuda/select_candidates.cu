@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/radix.cuh"
 #include "backend/cuda/select.h"
 
@@ -49,6 +50,7 @@ __device__ inline Radix<std::uint64_t> StartRadix(const std::uint64_t (&key)[kIt
 // kItems * kRadixThreads >= capacity.
 template <int kItems>
 __global__ __launch_bounds__(kRadixThreads) void SelectCandidatesKernel(const SelectCandidates a) {
+  Follow();
   __shared__ Scratch s;
   const auto list = static_cast<std::int32_t>(blockIdx.x);
   const auto tid = static_cast<std::int32_t>(threadIdx.x);
@@ -59,7 +61,7 @@ __global__ __launch_bounds__(kRadixThreads) void SelectCandidatesKernel(const Se
 #pragma unroll
   for (int u = 0; u < kSpeculative; ++u) {
     const std::int32_t at = u * kRadixThreads + tid;
-    key[u] = at < a.candidates.capacity ? __ldg(keys + at) : 0;
+    key[u] = at < a.candidates.capacity ? __ldcg(keys + at) : 0;
   }
   const std::int32_t count = a.candidates.count[list];
   const std::int32_t keep = a.lengths[head / a.n_kv_heads].keep;
@@ -74,7 +76,7 @@ __global__ __launch_bounds__(kRadixThreads) void SelectCandidatesKernel(const Se
   for (int u = 0; u < kItems; ++u) {
     const std::int32_t at = u * kRadixThreads + tid;
     if (u >= kSpeculative) {
-      key[u] = at < count ? __ldg(keys + at) : 0;
+      key[u] = at < count ? __ldcg(keys + at) : 0;
     } else if (at >= count) {
       key[u] = 0;
     }
@@ -114,9 +116,8 @@ __global__ __launch_bounds__(kRadixThreads) void SelectCandidatesKernel(const Se
 
 template <int kItems>
 void Launch(const SelectCandidates& args, cudaStream_t stream) {
-  SelectCandidatesKernel<kItems>
-      <<<static_cast<unsigned>(args.n_lists), kRadixThreads, 0, stream>>>(args);
-  CheckLaunch("SelectCandidates");
+  LaunchFollower("SelectCandidates", SelectCandidatesKernel<kItems>,
+                 static_cast<unsigned>(args.n_lists), kRadixThreads, 0, stream, args);
 }
 
 }  // namespace

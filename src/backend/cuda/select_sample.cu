@@ -5,7 +5,7 @@
 // because neighbours are alike. Where the sample is large, or r, parts of it are read again.
 #include <cstdint>
 
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/radix.cuh"
 #include "backend/cuda/select.h"
 
@@ -51,7 +51,7 @@ struct Sample {
     scores = from;
 #pragma unroll
     for (int u = 0; u < kHeld; ++u) {
-      held[u] = PlaceOf(u) < most4 ? __ldg(scores + PlaceOf(u)) : AllMinusInfinity();
+      held[u] = PlaceOf(u) < most4 ? __ldcg(scores + PlaceOf(u)) : AllMinusInfinity();
     }
   }
   __device__ void SetLength(std::int32_t n) {
@@ -72,7 +72,7 @@ struct Sample {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         const std::int32_t at = PlaceOf(u + i);
-        v[i] = at < n4 ? __ldg(scores + at) : AllMinusInfinity();
+        v[i] = at < n4 ? __ldcg(scores + at) : AllMinusInfinity();
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) fn(v[i]);
@@ -202,13 +202,18 @@ __device__ inline std::uint32_t NthOfSample(Scratch* s, const Sample& sample, st
 }
 
 __global__ __launch_bounds__(kRadixThreads, 1) void FindLimitsKernel(const SampleLimits a) {
+  Follow();
   __shared__ Scratch s;
   const std::int32_t list = static_cast<std::int32_t>(blockIdx.x);
   const Lengths lengths = a.lengths[list / a.group / a.n_kv_heads];
   Sample sample;
   sample.Load(reinterpret_cast<const float4*>(a.sample + list * a.stride), a.stride / 4);
   ClearBins(&s.radix);
-  if (threadIdx.x == 0) s.count = 0;
+  if (threadIdx.x == 0) {
+    s.count = 0;
+    if (a.count != nullptr) a.count[list] = 0;
+    if (a.redo != nullptr && list % a.group == 0) a.redo[list / a.group] = 0;
+  }
   if (lengths.keep == 0) {
     if (threadIdx.x == 0) a.least[list] = __int_as_float(0x7F800000);
     return;
@@ -242,8 +247,8 @@ __global__ __launch_bounds__(kRadixThreads, 1) void FindLimitsKernel(const Sampl
 
 void FindLimits(const SampleLimits& args, cudaStream_t stream) {
   if (args.n_lists == 0) return;
-  FindLimitsKernel<<<static_cast<unsigned>(args.n_lists), kRadixThreads, 0, stream>>>(args);
-  CheckLaunch("FindLimits");
+  LaunchFollower("FindLimits", FindLimitsKernel, static_cast<unsigned>(args.n_lists), kRadixThreads,
+                 0, stream, args);
 }
 
 }  // namespace fathom::cuda

@@ -3,7 +3,7 @@
 // as soon as those that may still win fit in shared memory, the rest is done there.
 #include <cstdint>
 
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/radix.cuh"
 #include "backend/cuda/select.h"
 
@@ -31,7 +31,7 @@ __device__ inline void ForEachKey(const float* scores, std::int32_t first, std::
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
       const std::int32_t t = token + u * kRadixThreads;
-      score[u] = t < last ? __ldg(scores + t) : 0.0f;
+      score[u] = t < last ? __ldcg(scores + t) : 0.0f;
     }
 #pragma unroll
     for (int u = 0; u < kLoads; ++u) {
@@ -69,6 +69,7 @@ __device__ inline void Finish(Scratch* s, Radix<std::uint64_t> radix, std::int32
 }
 
 __global__ __launch_bounds__(kRadixThreads) void SelectScoresKernel(const SelectScores a) {
+  Follow();
   __shared__ Scratch s;
   const auto list = static_cast<std::int32_t>(blockIdx.x);
   const std::int32_t head = list / a.group;
@@ -114,8 +115,8 @@ __global__ __launch_bounds__(kRadixThreads) void SelectScoresKernel(const Select
 
 void Select(const SelectScores& args, cudaStream_t stream) {
   if (args.n_lists == 0) return;
-  SelectScoresKernel<<<static_cast<unsigned>(args.n_lists), kRadixThreads, 0, stream>>>(args);
-  CheckLaunch("SelectScores");
+  LaunchFollower("SelectScores", SelectScoresKernel, static_cast<unsigned>(args.n_lists),
+                 kRadixThreads, 0, stream, args);
 }
 
 }  // namespace fathom::cuda

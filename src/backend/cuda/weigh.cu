@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/rows.cuh"
 #include "backend/cuda/weigh.h"
 
@@ -115,6 +115,7 @@ __device__ inline void Mask(bool there, float (&mass)[kHeads]) {
 template <int kColumns, int kHeads>
 __global__ void __launch_bounds__(kThreads, kHeads == 4 && kColumns <= 16 ? 4 : 1)
     WeighKernel(const __grid_constant__ WeighBlocks a) {
+  Follow();
   __shared__ __align__(16) float scratch[4 * kThreads * 8];  // kGroups * 4 * D at most
   __shared__ float least[kHeads], sums[kWarps][kHeads];
   __shared__ int counts[kWarps];
@@ -172,6 +173,7 @@ __device__ inline void Add(const float4& x, float4* to) {
 template <int kPieces>
 __global__ void __launch_bounds__(kJoinThreads, 1)
     JoinKernel(const __grid_constant__ WeighBlocks a) {
+  Follow();
   __shared__ float4 total[kJoinWarps][kMaxHeadDim / 4];
   const auto tid = static_cast<int>(threadIdx.x);
   const int lane = tid % 32, warp = tid / 32;
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kJoinThreads, 1)
     const int column = lane + p * 32;
     if (split >= a.n_splits || column * 4 >= a.head_dim) return make_float4(0, 0, 0, 0);
     const float* from = a.part_out + (first + split * a.group) * a.head_dim;
-    return __ldg(reinterpret_cast<const float4*>(from) + column);
+    return __ldcg(reinterpret_cast<const float4*>(from) + column);
   };
   float4 sum[kHeldSplits][kPieces];
   float other = 0;
@@ -233,8 +235,7 @@ __global__ void __launch_bounds__(kJoinThreads, 1)
 template <int kColumns, int kHeads>
 void Launch(const WeighBlocks& a, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(a.n_splits), static_cast<unsigned>(a.n_heads));
-  WeighKernel<kColumns, kHeads><<<grid, kThreads, 0, stream>>>(a);
-  CheckLaunch("WeighKernel");
+  LaunchFollower("WeighKernel", WeighKernel<kColumns, kHeads>, grid, kThreads, 0, stream, a);
 }
 
 template <int kColumns>
@@ -257,11 +258,10 @@ void Weigh(const WeighBlocks& a, cudaStream_t stream) {
   }
   const auto lists = static_cast<unsigned>(a.n_heads * a.group);
   if (a.head_dim <= 128) {
-    JoinKernel<1><<<lists, kJoinThreads, 0, stream>>>(a);
+    LaunchFollower("JoinKernel", JoinKernel<1>, lists, kJoinThreads, 0, stream, a);
   } else {
-    JoinKernel<2><<<lists, kJoinThreads, 0, stream>>>(a);
+    LaunchFollower("JoinKernel", JoinKernel<2>, lists, kJoinThreads, 0, stream, a);
   }
-  CheckLaunch("JoinKernel");
 }
 
 }  // namespace fathom::cuda

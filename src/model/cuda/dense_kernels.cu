@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 
 #include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "backend/cuda/lists.h"
 
 namespace fathom::cuda {
@@ -29,6 +30,7 @@ unsigned FlatGrid(std::int64_t n) { return static_cast<unsigned>((n + kThreads -
 
 // A thread has 8 channels.
 __global__ void __launch_bounds__(kThreads) EmbedRows(EmbedArgs args) {
+  Follow();
   const int c = blockIdx.x * kThreads + threadIdx.x;
   const int pieces = args.width / 8;
   if (c >= pieces) return;
@@ -45,6 +47,7 @@ __global__ void __launch_bounds__(kThreads) EmbedRows(EmbedArgs args) {
 // the hundred thousands the last bits of an angle turn a pair visibly. Cosine and sine are taken of
 // half turns in double precision, which needs no slow path for large angles.
 __global__ void __launch_bounds__(kThreads) RopeAngles(AnglesArgs args) {
+  Follow();
   const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (at >= static_cast<std::int64_t>(args.n) * args.n_pairs) return;
   const std::int64_t row = at / args.n_pairs;
@@ -71,6 +74,7 @@ __device__ float GatedUp(float gate, float up) { return gate / (1.0F + expf(-gat
 
 // A thread has 4 channels.
 __global__ void __launch_bounds__(kThreads) SwigluRows(SwigluArgs args) {
+  Follow();
   const int c = blockIdx.x * kThreads + threadIdx.x;
   const int pieces = args.width / 4;
   if (c >= pieces) return;
@@ -93,6 +97,7 @@ __global__ void __launch_bounds__(kThreads) SwigluRows(SwigluArgs args) {
 
 // A thread has 8 numbers.
 __global__ void __launch_bounds__(kThreads) ConvertAll(ConvertArgs args) {
+  Follow();
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= args.n / 8) return;
   const float4 a = reinterpret_cast<const float4*>(args.x)[2 * i];
@@ -102,6 +107,7 @@ __global__ void __launch_bounds__(kThreads) ConvertAll(ConvertArgs args) {
 }
 
 __global__ void __launch_bounds__(kThreads) AddBias(BiasArgs args) {
+  Follow();
   const int c = blockIdx.x * kThreads + threadIdx.x;
   if (c >= args.width) return;
   const float bias = args.bias[c];
@@ -124,6 +130,7 @@ __device__ std::uint64_t WarpMax(std::uint64_t key) {
 
 // One block per row. Keys of candidates have the wanted order: see CandidateKey.
 __global__ void __launch_bounds__(kArgmaxThreads) ArgmaxRows(ArgmaxArgs args) {
+  Follow();
   const float* x = args.x + static_cast<std::int64_t>(blockIdx.x) * args.width;
   std::uint64_t best = 0;  // below every key
 #pragma unroll 8
@@ -179,39 +186,36 @@ __global__ void __launch_bounds__(kThreads) RandomFloat(RandomFloatArgs args) {
 
 void LaunchEmbed(const EmbedArgs& args, cudaStream_t stream) {
   if (args.n == 0) return;
-  EmbedRows<<<RowGrid(args.n, args.width / 8), kThreads, 0, stream>>>(args);
-  CheckLaunch("EmbedRows");
+  LaunchFollower("EmbedRows", EmbedRows, RowGrid(args.n, args.width / 8), kThreads, 0, stream,
+                 args);
 }
 
 void LaunchAngles(const AnglesArgs& args, cudaStream_t stream) {
   if (args.n == 0) return;
   const std::int64_t all = static_cast<std::int64_t>(args.n) * args.n_pairs;
-  RopeAngles<<<FlatGrid(all), kThreads, 0, stream>>>(args);
-  CheckLaunch("RopeAngles");
+  LaunchFollower("RopeAngles", RopeAngles, FlatGrid(all), kThreads, 0, stream, args);
 }
 
 void LaunchSwiglu(const SwigluArgs& args, cudaStream_t stream) {
   if (args.n == 0) return;
-  SwigluRows<<<RowGrid(args.n, args.width / 4), kThreads, 0, stream>>>(args);
-  CheckLaunch("SwigluRows");
+  LaunchFollower("SwigluRows", SwigluRows, RowGrid(args.n, args.width / 4), kThreads, 0, stream,
+                 args);
 }
 
 void LaunchConvert(const ConvertArgs& args, cudaStream_t stream) {
   if (args.n == 0) return;
-  ConvertAll<<<FlatGrid(args.n / 8), kThreads, 0, stream>>>(args);
-  CheckLaunch("ConvertAll");
+  LaunchFollower("ConvertAll", ConvertAll, FlatGrid(args.n / 8), kThreads, 0, stream, args);
 }
 
 void LaunchBias(const BiasArgs& args, cudaStream_t stream) {
   if (args.n == 0) return;
-  AddBias<<<RowGrid(args.n, args.width), kThreads, 0, stream>>>(args);
-  CheckLaunch("AddBias");
+  LaunchFollower("AddBias", AddBias, RowGrid(args.n, args.width), kThreads, 0, stream, args);
 }
 
 void LaunchArgmax(const ArgmaxArgs& args, cudaStream_t stream) {
   if (args.n == 0) return;
-  ArgmaxRows<<<static_cast<unsigned>(args.n), kArgmaxThreads, 0, stream>>>(args);
-  CheckLaunch("ArgmaxRows");
+  LaunchFollower("ArgmaxRows", ArgmaxRows, static_cast<unsigned>(args.n), kArgmaxThreads, 0, stream,
+                 args);
 }
 
 void LaunchRandomBf16(const RandomBf16Args& args, cudaStream_t stream) {

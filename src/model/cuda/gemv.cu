@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Products of a matrix with very few rows: every weight is read once, and only how fast that goes
 // matters.
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "model/cuda/dense_kernels.h"
 
 namespace fathom::cuda {
@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kWarps = kThreads / 32;
-constexpr int kOut = 4;  // rows of w of a block
+constexpr int kOut = 4;    // rows of w of a block
+constexpr int kAhead = 4;  // pieces of a thread that are on their way together
 
 __device__ float Low(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ float High(unsigned pair) { return __uint_as_float(pair & 0xFFFF0000u); }
@@ -44,9 +45,11 @@ __device__ void MultiplyPiece(const uint4 (&w)[kOut], const uint4 (&x)[kRows],
 }
 
 // A block has kOut rows of w, of which thread t takes the pieces of 8 weights t, t + kThreads, ...;
-// a row is read in runs of 2 KB. Sums are joined within warps, then over them, in a fixed order.
+// a row is read in runs of 2 KB. Weights are never written, so the first pieces are asked for while
+// the kernel before still makes x. Sums are joined within warps, then over them, in a fixed order.
 template <int kRows>
 __global__ void __launch_bounds__(kThreads) Gemv(GemvArgs args) {
+  LetNextBegin();
   const int n_pieces = args.in / 8;
   const std::int64_t first = static_cast<std::int64_t>(blockIdx.x) * kOut;
   const uint4* w[kOut];
@@ -56,16 +59,34 @@ __global__ void __launch_bounds__(kThreads) Gemv(GemvArgs args) {
     w[r] = reinterpret_cast<const uint4*>(args.w) + row * n_pieces;
   }
   const uint4* x = reinterpret_cast<const uint4*>(args.x);
-  float sum[kOut][kRows] = {};
-#pragma unroll 4
-  for (int c = threadIdx.x; c < n_pieces; c += kThreads) {
-    uint4 w_piece[kOut];
+  const auto multiply = [&](const uint4(&w_piece)[kOut], int c, float(&sum)[kOut][kRows]) {
     uint4 x_piece[kRows];
 #pragma unroll
-    for (int r = 0; r < kOut; ++r) w_piece[r] = __ldcs(w[r] + c);
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) x_piece[j] = __ldg(x + j * n_pieces + c);
+    for (int j = 0; j < kRows; ++j) x_piece[j] = x[j * n_pieces + c];
     MultiplyPiece(w_piece, x_piece, sum);
+  };
+  float sum[kOut][kRows] = {};
+  uint4 first_pieces[kAhead][kOut];
+  const int tid = static_cast<int>(threadIdx.x);
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) {
+    const int c = tid + a * kThreads;
+#pragma unroll
+    for (int r = 0; r < kOut; ++r) {
+      first_pieces[a][r] = c < n_pieces ? __ldcs(w[r] + c) : uint4{0, 0, 0, 0};
+    }
+  }
+  WaitForPrevious();
+#pragma unroll
+  for (int a = 0; a < kAhead; ++a) {
+    if (tid + a * kThreads < n_pieces) multiply(first_pieces[a], tid + a * kThreads, sum);
+  }
+#pragma unroll kAhead
+  for (int c = tid + kAhead * kThreads; c < n_pieces; c += kThreads) {
+    uint4 w_piece[kOut];
+#pragma unroll
+    for (int r = 0; r < kOut; ++r) w_piece[r] = __ldcs(w[r] + c);
+    multiply(w_piece, c, sum);
   }
   __shared__ float partial[kWarps][kOut * kRows];
 #pragma unroll
@@ -93,8 +114,7 @@ __global__ void __launch_bounds__(kThreads) Gemv(GemvArgs args) {
 template <int kRows>
 void GemvWith(const GemvArgs& args, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>((args.out + kOut - 1) / kOut);
-  Gemv<kRows><<<blocks, kThreads, 0, stream>>>(args);
-  CheckLaunch("Gemv");
+  LaunchFollower("Gemv", Gemv<kRows>, blocks, kThreads, 0, stream, args);
 }
 
 }  // namespace

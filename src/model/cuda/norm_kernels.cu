@@ -3,7 +3,7 @@
 // the fused query, key and value matrix.
 #include <cuda_bf16.h>
 
-#include "backend/cuda/check.h"
+#include "backend/cuda/follow.cuh"
 #include "model/cuda/dense_kernels.h"
 
 namespace fathom::cuda {
@@ -38,6 +38,7 @@ __device__ float4 Add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + 
 // x.
 template <int kThreads, int kHeld>
 __global__ void __launch_bounds__(kThreads) NormRows(NormArgs args) {
+  Follow();
   const std::int64_t at = static_cast<std::int64_t>(blockIdx.x) * args.width;
   const int n_pieces = args.width / 4;
   float4 held[kHeld];
@@ -102,6 +103,7 @@ __device__ int2 PairChannels(const QkvArgs& args, int i) {
 
 // One warp per head and row; lane l has pairs l, l + 32, ...
 __global__ void __launch_bounds__(kQkvWarps * 32) SplitQkv(QkvArgs args) {
+  Follow();
   const int heads = args.n_heads + 2 * args.n_kv_heads;
   const std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kQkvWarps + threadIdx.x / 32;
   if (item >= static_cast<std::int64_t>(args.n) * heads) return;  // the whole warp
@@ -153,8 +155,8 @@ __global__ void __launch_bounds__(kQkvWarps * 32) SplitQkv(QkvArgs args) {
 
 template <int kThreads, int kHeld>
 void NormWith(const NormArgs& args, cudaStream_t stream) {
-  NormRows<kThreads, kHeld><<<static_cast<unsigned>(args.n), kThreads, 0, stream>>>(args);
-  CheckLaunch("NormRows");
+  LaunchFollower("NormRows", NormRows<kThreads, kHeld>, static_cast<unsigned>(args.n), kThreads, 0,
+                 stream, args);
 }
 
 }  // namespace
@@ -175,8 +177,7 @@ void LaunchQkv(const QkvArgs& args, cudaStream_t stream) {
   const std::int64_t items =
       static_cast<std::int64_t>(args.n) * (args.n_heads + 2 * args.n_kv_heads);
   const auto blocks = static_cast<unsigned>((items + kQkvWarps - 1) / kQkvWarps);
-  SplitQkv<<<blocks, kQkvWarps * 32, 0, stream>>>(args);
-  CheckLaunch("SplitQkv");
+  LaunchFollower("SplitQkv", SplitQkv, blocks, kQkvWarps * 32, 0, stream, args);
 }
 
 }  // namespace fathom::cuda
