@@ -311,6 +311,6 @@ const KernelTable* Avx512VbmiKernels();
 // The same sets with the scan by masked adds, to compare with.
 const KernelTable* Avx2MaskedKernels();
 const KernelTable* Avx512MaskedKernels();
-const KernelTable* AmxKernels();  // avx512vbmi, with prefill in tiles of bf16
+const KernelTable* AmxKernels();  // avx512vbmi; prefill and bases of blocks in tiles
 
 }  // namespace fathom::cpu

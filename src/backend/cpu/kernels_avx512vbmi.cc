@@ -23,6 +23,10 @@ namespace {
 
 #include "backend/cpu/kernels_impl.h"
 
+#include "backend/cpu/base_codes_vbmi.h"
+
+#include "backend/cpu/scan_base_plan_impl.h"
+
 #include "backend/cpu/scan_base_wide_impl.h"
 
 constexpr KernelTable WideTable() {
