@@ -32,7 +32,7 @@ struct BenchOptions {
   int threads = 0;
   std::string backend = "cpu";
   std::string device = "cpu";
-  std::string decode_attention = "cpu";
+  std::string decode_attention = "device";
   std::string statistics_file;  // empty: the prefill's own
   bool no_llama = false;
   bool json = false;

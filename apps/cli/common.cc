@@ -202,8 +202,8 @@ void AddDeviceOptions(CLI::App& command, std::string* device, std::string* decod
   command
       .add_option(
           "--decode-attention", *decode_attention,
-          "with --device cuda: cpu, attention of decode steps by --backend, or device, whole "
-          "steps on the GPU where it knows the method's scan")
+          "with --device cuda: device, whole decode steps on the GPU where it knows the method's "
+          "scan, or cpu, their attention by --backend")
       ->type_name("NAME")
       ->capture_default_str();
 }

@@ -20,7 +20,7 @@ struct RunOptions {
   int threads = 0;
   std::string backend = "cpu";
   std::string device = "cpu";
-  std::string decode_attention = "cpu";
+  std::string decode_attention = "device";
   std::string method = "fathom:bits=28,k=512";
   bool method_given = false;
   std::string compare;          // second method, empty for none

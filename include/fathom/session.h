@@ -35,10 +35,10 @@ struct SessionOptions {
   // Where matrices are multiplied and prefills attend: "cpu" or "cuda". Rows and index are in host
   // memory either way.
   std::string device = "cpu";
-  // Where decode attends when `device` is "cuda": "cpu", always `backend`, or "device", whole steps
-  // without the host in between for methods and lengths that the device can do and `backend` for
-  // the others. See Session::decode_attention.
-  std::string decode_attention = "cpu";
+  // Where decode attends when `device` is "cuda": "device", whole steps without the host in between
+  // for methods and lengths that the device can do and `backend` for the others, or "cpu", always
+  // `backend`. See Session::decode_attention.
+  std::string decode_attention = "device";
   std::string method = "fathom";  // MethodSpec text
   int n_threads = 0;              // 0: all processors this process may use
   std::int32_t chunk = 512;  // tokens per prefill chunk: larger is faster and takes more memory

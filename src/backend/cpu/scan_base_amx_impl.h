@@ -37,30 +37,35 @@ std::int64_t TileBasePlanBytes(int n_active, int group) {
   return static_cast<std::int64_t>(sizeof(BaseTilePlan)) + tiles * kTileWords * 4;
 }
 
-// Fills the row of A for each digit of a head.
-void PlaceDigits(const ScanBasePlanArgs& a, const BaseOrder& order, int head, BaseTilePlan* plan) {
-  std::int32_t* set[kMostSets] = {const_cast<std::int32_t*>(plan->tiles())};
-  for (int s = 1; s < plan->n_sets; ++s) set[s] = set[s - 1] + plan->steps[s - 1] * kTileWords;
-  std::int32_t total = 0;
+// Fills the rows of A for digit d of n <= kBaseHeads heads.
+void PlaceDigits(const std::int8_t* digit, int group, const BaseOrder& order, int d, int head,
+                 int n, BaseTilePlan* plan) {
+  std::int32_t* to[kBaseHeads];  // rows of the first tile
+  int steps[kBaseHeads];
+  for (int h = 0; h < n; ++h) {
+    const int row = d * group + head + h, set = row / kSetRows;
+    to[h] = const_cast<std::int32_t*>(plan->tiles()) + row % kSetRows * kTileQuads;
+    for (int s = 0; s < set; ++s) to[h] += plan->steps[s] * kTileWords;
+    steps[h] = plan->steps[set];
+  }
   for (int quad = 0; quad < order.n_quads; ++quad) {
-    std::int32_t digit[kDigits];
-    total += QuadDigits(a, order, quad, head, digit);
+    std::int32_t of_head[kBaseHeads];
+    QuadDigits(digit, group, order, quad, head, of_head);
     const int step = quad / kTileQuads;
-    for (int d = 0; d < plan->n_digits; ++d) {
-      const int row = d * a.group + head;
-      const int s = row / kSetRows;
-      if (step >= plan->steps[s]) continue;  // a third digit, 0
-      set[s][step * kTileWords + row % kSetRows * kTileQuads + quad % kTileQuads] = digit[d];
+    for (int h = 0; h < n; ++h) {
+      if (step >= steps[h]) continue;  // a third digit, 0
+      to[h][step * kTileWords + quad % kTileQuads] = of_head[h];
     }
   }
-  plan->offset[head] = BaseOffset(a, head, total);
 }
 
 void MakeTileBasePlan(const ScanBasePlanArgs* args) {
   const ScanBasePlanArgs& a = *args;
   auto* plan = static_cast<BaseTilePlan*>(a.out);
+  WeightDigits digits;
+  SplitWeights(a, &digits);
   BaseOrder order;
-  OrderChannels(a, &order, plan->row);
+  OrderChannels(a, digits, &order, plan->row);
   plan->n_quads = order.n_quads;
   plan->n_digits = order.n_large > 0 ? kDigits : kDigits - 1;
   plan->n_sets = (plan->n_digits * a.group + kSetRows - 1) / kSetRows;
@@ -72,7 +77,14 @@ void MakeTileBasePlan(const ScanBasePlanArgs* args) {
   }
   // Rows of no digit and quads beyond the last: what lies in the buffer of codes there counts 0.
   __builtin_memset(plan + 1, 0, static_cast<unsigned>(n_tiles * kTileWords) * 4);
-  for (int head = 0; head < a.group; ++head) PlaceDigits(a, order, head, plan);
+  for (int head = 0; head < a.group; head += kBaseHeads) {
+    const int left = a.group - head;
+    for (int d = 0; d < plan->n_digits; ++d) {
+      PlaceDigits(digits.digit[d], a.group, order, d, head, left < kBaseHeads ? left : kBaseHeads,
+                  plan);
+    }
+  }
+  for (int head = 0; head < a.group; ++head) plan->offset[head] = BaseOffset(a, head);
 }
 
 // Sums of a set of rows: [kSetRows][kScanChunkBlocks]. tile: of A, for every step.

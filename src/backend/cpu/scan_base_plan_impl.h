@@ -14,12 +14,40 @@
 static_assert(kScanChunkBlocks == 64);
 constexpr int kDigits = 3;
 constexpr int kBaseQuad = 4;     // channels of a doubleword
+constexpr int kBaseHeads = 4;    // whose digits are brought into order together
 constexpr int kBaseVectors = 4;  // of 16 blocks; a call has no more than kScanChunkBlocks
 constexpr int kBaseVectorBytes = 64;
 constexpr int kBaseQuadBytes = kBaseVectors * kBaseVectorBytes;
 constexpr int kMaxBaseQuads = kMaxHeadDim / kBaseQuad;
 
 constexpr int BaseQuads(int n_active) { return (n_active + kBaseQuad - 1) / kBaseQuad; }
+
+// All weights in bytes, [n_active][group] as they lie in ScanBasePlanArgs. Every thread of a scan
+// makes its own plan, so this is done for many at a time.
+struct WeightDigits {
+  static constexpr int kMost =
+      kMaxHeadDim * kMaxGroup + kBaseHeads;  // four may be read at the last
+  std::int8_t digit[kDigits][kMost];
+  std::uint8_t large[kMost];  // 1 where two digits, -32896 .. 32639, do not hold the weight
+};
+
+void SplitWeights(const ScanBasePlanArgs& a, WeightDigits* out) {
+  const std::int32_t* __restrict weight = a.mean_weight;
+  std::int8_t* __restrict low = out->digit[0];
+  std::int8_t* __restrict middle = out->digit[1];
+  std::int8_t* __restrict high = out->digit[2];
+  std::uint8_t* __restrict large = out->large;
+  const int n = a.n_active * a.group;
+  for (int i = 0; i < n; ++i) {
+    const std::int32_t w = weight[i];
+    const std::int32_t w1 = (w + 0x80) >> 8, w2 = (w1 + 0x80) >> 8;  // what is left above a digit
+    low[i] = static_cast<std::int8_t>(w);
+    middle[i] = static_cast<std::int8_t>(w1);
+    high[i] = static_cast<std::int8_t>(w2);
+    large[i] = w2 != 0 ? 1 : 0;
+  }
+  for (int i = n; i < n + kBaseHeads; ++i) low[i] = middle[i] = high[i] = 0;
+}
 
 // Channels in the order of a plan, as numbers of ScanBasePlanArgs::channel; -1 fills up the last
 // quad.
@@ -29,25 +57,26 @@ struct BaseOrder {
   std::int16_t channel[kMaxHeadDim + kBaseQuad];
 };
 
-// True where two digits, -32896 .. 32639, do not hold a channel's weights.
-bool IsLarge(const ScanBasePlanArgs& a, int c) {
-  for (int h = 0; h < a.group; ++h) {
-    if ((a.mean_weight[c * a.group + h] + 0x8080) >> 16 != 0) return true;
-  }
-  return false;
-}
-
 // Fills `row` too: [n_quads][kBaseQuad], bytes from the segment's first mean.
-void OrderChannels(const ScanBasePlanArgs& a, BaseOrder* order, std::int32_t* row) {
-  order->n_quads = BaseQuads(a.n_active);
-  int n = 0;
+void OrderChannels(const ScanBasePlanArgs& a, const WeightDigits& digits, BaseOrder* order,
+                   std::int32_t* row) {
+  const auto is_large = [&](int c) {
+    std::uint8_t any = 0;
+    for (int h = 0; h < a.group; ++h) any |= digits.large[c * a.group + h];
+    return any != 0;
+  };
+  std::int16_t others[kMaxHeadDim];
+  int n = 0, n_others = 0;
   for (int c = 0; c < a.n_active; ++c) {
-    if (IsLarge(a, c)) order->channel[n++] = static_cast<std::int16_t>(c);
+    if (is_large(c)) {
+      order->channel[n++] = static_cast<std::int16_t>(c);
+    } else {
+      others[n_others++] = static_cast<std::int16_t>(c);
+    }
   }
   order->n_large = BaseQuads(n);
-  for (int c = 0; c < a.n_active; ++c) {
-    if (!IsLarge(a, c)) order->channel[n++] = static_cast<std::int16_t>(c);
-  }
+  for (int i = 0; i < n_others; ++i) order->channel[n++] = others[i];
+  order->n_quads = BaseQuads(a.n_active);
   for (; n < order->n_quads * kBaseQuad; ++n) order->channel[n] = -1;
   const int row_bytes = a.mean_bits == 8 ? a.segment_blocks : a.segment_blocks / 2;
   for (int i = 0; i < n; ++i) {
@@ -56,28 +85,26 @@ void OrderChannels(const ScanBasePlanArgs& a, BaseOrder* order, std::int32_t* ro
   }
 }
 
-// The digits of one head's weights in a quad, a byte per channel; returns the sum of the weights.
-std::int32_t QuadDigits(const ScanBasePlanArgs& a, const BaseOrder& order, int quad, int head,
-                        std::int32_t (&digit)[kDigits]) {
-  std::uint32_t packed[kDigits] = {};
-  std::int32_t total = 0;
+// One digit of heads head .. head + 3 in a quad: a doubleword per head, a byte per channel; of
+// heads beyond the group anything.
+FATHOM_INLINE void QuadDigits(const std::int8_t* digit, int group, const BaseOrder& order, int quad,
+                              int head, std::int32_t* out) {
+  using Bytes16 = unsigned char __attribute__((vector_size(16)));
+  std::uint32_t of_channel[kBaseQuad] = {};
   for (int j = 0; j < kBaseQuad; ++j) {
     const int c = order.channel[quad * kBaseQuad + j];
-    std::int32_t weight = c >= 0 ? a.mean_weight[c * a.group + head] : 0;
-    total += weight;
-    for (std::uint32_t& p : packed) {
-      const auto low = static_cast<std::int8_t>(weight);
-      p |= static_cast<std::uint32_t>(static_cast<std::uint8_t>(low)) << (8 * j);
-      weight = (weight - low) >> 8;
-    }
+    if (c >= 0) __builtin_memcpy(&of_channel[j], digit + c * group + head, sizeof(std::uint32_t));
   }
-  for (int d = 0; d < kDigits; ++d) digit[d] = static_cast<std::int32_t>(packed[d]);
-  return total;
+  Bytes16 x;
+  __builtin_memcpy(&x, of_channel, sizeof x);
+  x = __builtin_shufflevector(x, x, 0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  __builtin_memcpy(out, &x, sizeof x);
 }
 
-// What is added to a head's products: its constant, less what making codes >= 0 has added. total:
-// of its weights.
-std::int32_t BaseOffset(const ScanBasePlanArgs& a, int head, std::int32_t total) {
+// What is added to a head's products: its constant, less what making codes >= 0 has added.
+std::int32_t BaseOffset(const ScanBasePlanArgs& a, int head) {
+  std::int32_t total = 0;
+  for (int c = 0; c < a.n_active; ++c) total += a.mean_weight[c * a.group + head];
   return a.constant[head] - (a.mean_bits == 8 ? 128 : 8) * total;
 }
 

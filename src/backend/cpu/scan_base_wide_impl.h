@@ -34,31 +34,33 @@ std::int64_t WideBasePlanBytes(int n_active, int group) {
 }
 
 // Fills `out` for the heads head .. head + n - 1.
-void MakeDigits(const ScanBasePlanArgs& a, const BaseOrder& order, int head, int n,
-                BaseDigits* out) {
+void MakeDigits(const ScanBasePlanArgs& a, const WeightDigits& digits, const BaseOrder& order,
+                int head, int n, BaseDigits* out) {
+  static_assert(kBaseHeads == kBaseQuad);
   auto* to = const_cast<std::int32_t*>(out->digits());
-  for (int h = 0; h < kBaseQuad; ++h) {
-    std::int32_t total = 0;
-    for (int quad = 0; quad < order.n_quads; ++quad) {
-      std::int32_t digit[kDigits] = {};
-      if (h < n) total += QuadDigits(a, order, quad, head + h, digit);
-      for (int d = 0; d < kDigits; ++d) to[(quad * kDigits + d) * kBaseQuad + h] = digit[d];
+  for (int quad = 0; quad < order.n_quads; ++quad) {
+    for (const auto& digit : digits.digit) {
+      QuadDigits(digit, a.group, order, quad, head, to);
+      to += kBaseQuad;
     }
-    out->offset[h] = h < n ? BaseOffset(a, head + h, total) : 0;
   }
+  for (int h = 0; h < kBaseQuad; ++h) out->offset[h] = h < n ? BaseOffset(a, head + h) : 0;
 }
 
 void MakeWideBasePlan(const ScanBasePlanArgs* args) {
   const ScanBasePlanArgs& a = *args;
   auto* plan = static_cast<BasePlan*>(a.out);
   auto* row = const_cast<std::int32_t*>(plan->rows());
+  WeightDigits digits;
+  SplitWeights(a, &digits);
   BaseOrder order;
-  OrderChannels(a, &order, row);
+  OrderChannels(a, digits, &order, row);
   plan->n_quads = order.n_quads;
   plan->n_large = order.n_large;
   auto* at = reinterpret_cast<unsigned char*>(row + order.n_quads * kBaseQuad);
   for (int head = 0; head < a.group; head += BaseBatch(a.group - head)) {
-    MakeDigits(a, order, head, BaseBatch(a.group - head), reinterpret_cast<BaseDigits*>(at));
+    MakeDigits(a, digits, order, head, BaseBatch(a.group - head),
+               reinterpret_cast<BaseDigits*>(at));
     at += BaseDigitsBytes(order.n_quads);
   }
 }

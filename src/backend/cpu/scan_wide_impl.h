@@ -42,13 +42,14 @@ std::int64_t WidePlanBytes(int n_planes, int group) {
 
 // What each of the 64 combinations of planes p .. p + n - 1 adds for one head, and `start` once.
 void FillWideTable(const ScanPlanArgs& a, int head, int p, int n, int start, std::uint8_t* table) {
-  table[0] = static_cast<std::uint8_t>(start);
-  for (int i = 0; i < kWidePlanes; ++i) {
-    const int weight = i < n ? a.weight[(p + i) * a.group + head] : 0;
-    for (int j = 0; j < 1 << i; ++j) {
-      table[(1 << i) + j] = static_cast<std::uint8_t>(table[j] + weight);
-    }
+  constexpr __mmask64 kHas[kWidePlanes] = {0xAAAAAAAAAAAAAAAA, 0xCCCCCCCCCCCCCCCC,
+                                           0xF0F0F0F0F0F0F0F0, 0xFF00FF00FF00FF00,
+                                           0xFFFF0000FFFF0000, 0xFFFFFFFF00000000};
+  Bytes sum = SetByte(start);
+  for (int i = 0; i < n; ++i) {
+    sum = _mm512_mask_add_epi8(sum, kHas[i], sum, SetByte(a.weight[(p + i) * a.group + head]));
   }
+  StoreBytes(table, sum);
 }
 
 // A group that is not full repeats its last plane with weight 0.
