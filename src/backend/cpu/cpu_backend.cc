@@ -40,7 +40,7 @@ std::string ProbeCpuAvx512() {
 }
 
 std::string ProbeCpuAvx512Vbmi() {
-  const std::string base = ProbeCpuAvx512();
+  std::string base = ProbeCpuAvx512();
   if (!base.empty()) return base;
   const CpuFeatures& f = GetCpuFeatures();
   return Missing({{f.avx512vbmi, "avx512vbmi"}, {f.avx512vnni, "avx512vnni"}, {f.gfni, "gfni"}});

@@ -9,12 +9,14 @@
 // turns row r into bit 7 - r, so plane i of a group is row 7 - i, and rows 0 and 1 may hold
 // anything.
 //
-// A plane's words of eight blocks, one cache line, are one vector; six of them are transposed by
-// 64-bit elements into eight vectors, one per block. Indices are made once for all heads.
+// Six planes' words of two blocks are lanes of two vectors, of four planes and of two. Lanes come
+// from memory: to merge one with a vector takes no shuffle. The byte permutation of a block is one
+// of each vector. Indices are made once for all heads.
 //
-// Per 64 tokens and six planes: 0.75 loads, 2.25 shuffles for the transpose, 2 for the index, 1
-// store; per head one lookup and one add, indices shared by four heads and tables by two blocks.
-// Bound by the shuffle port: 7.25 cycles at four heads on processors with one.
+// Per 64 tokens and six planes: 3 loads, 2 merges, 2 shuffles and 1 affine for the index, 1 store;
+// per head one lookup and one add, indices shared by four heads and tables by two blocks. Shuffles:
+// 6 at four heads, on processors with one port for them; words that are transposed by shuffles of
+// 64-bit elements take 1.25 more.
 
 constexpr int kWidePlanes = 6;
 constexpr int kWideBlocks = 8;
@@ -82,37 +84,38 @@ void MakeWidePlan(const ScanPlanArgs* args) {
   }
 }
 
-// Lane L of a, b and c as lanes 1, 2 and 3 of out[2 L]; lane 0 of out is free.
-FATHOM_INLINE void SpreadLanes(Bytes a, Bytes b, Bytes c, Bytes* out) {
-  const Bytes low = _mm512_shuffle_i64x2(b, c, 0x44);   // b0 b1 c0 c1
-  const Bytes high = _mm512_shuffle_i64x2(b, c, 0xEE);  // b2 b3 c2 c3
-  out[0] = _mm512_shuffle_i64x2(a, low, 0x80);
-  out[2] = _mm512_shuffle_i64x2(a, low, 0xD4);
-  out[4] = _mm512_shuffle_i64x2(a, high, 0x88);
-  out[6] = _mm512_shuffle_i64x2(a, high, 0xDC);
+// 16 bytes.
+FATHOM_INLINE __m128i LoadLane(const unsigned char* p) {
+  return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
 }
 
-// Indices of eight blocks for one group of planes; blocks from the n-th on are not read.
+// Indices of eight blocks for one group of planes, of pairs of blocks that begin before the n-th.
+// Their number in the segment is even, so that its buffer has both of a pair.
 FATHOM_INLINE void WideIndices(const unsigned char* words, const std::int64_t* offset, int n,
                                Bytes* index) {
-  const auto blocks = static_cast<__mmask8>(n >= kWideBlocks ? 0xFF : (1 << n) - 1);
-  Bytes v[kWidePlanes];
-#pragma GCC unroll 6
-  for (int i = 0; i < kWidePlanes; ++i) v[i] = _mm512_maskz_loadu_epi64(blocks, words + offset[i]);
-  Bytes w[kWideBlocks];
-  SpreadLanes(_mm512_unpacklo_epi64(v[5], v[4]), _mm512_unpacklo_epi64(v[3], v[2]),
-              _mm512_unpacklo_epi64(v[1], v[0]), w);
-  SpreadLanes(_mm512_unpackhi_epi64(v[5], v[4]), _mm512_unpackhi_epi64(v[3], v[2]),
-              _mm512_unpackhi_epi64(v[1], v[0]), w + 1);
-  // Byte 8 b + r comes from byte 8 r + b.
-  const Bytes gather = _mm512_set_epi64(0x3F372F271F170F07, 0x3E362E261E160E06, 0x3D352D251D150D05,
-                                        0x3C342C241C140C04, 0x3B332B231B130B03, 0x3A322A221A120A02,
-                                        0x3931292119110901, 0x3830282018100800);
+  // Byte 8 b + 7 - i of the first block comes from byte b of lane i; lanes 4 and 5 are those of the
+  // second vector.
+  const Bytes first = _mm512_set_epi64(0x0717273707170000, 0x0616263606160000, 0x0515253505150000,
+                                       0x0414243404140000, 0x0313233303130000, 0x0212223202120000,
+                                       0x0111213101110000, 0x0010203000100000);
+  const Bytes second = AddBytes(first, SetByte(8));
+  const __mmask64 of_last = 0x0C0C0C0C0C0C0C0C;
   const Bytes identity = _mm512_set1_epi64(static_cast<long long>(0x8040201008040201u));
-#pragma GCC unroll 8
-  for (int k = 0; k < kWideBlocks; ++k) {
-    const Bytes matrix = _mm512_permutexvar_epi8(gather, w[k]);
-    StoreBytes(index + k, _mm512_gf2p8affine_epi64_epi8(identity, matrix, 0));
+  for (int k = 0; k < n; k += 2, words += 16) {
+    Bytes a = _mm512_castsi128_si512(LoadLane(words + offset[0]));
+    a = _mm512_mask_broadcast_i64x2(a, 0x0C, LoadLane(words + offset[1]));
+    a = _mm512_mask_broadcast_i64x2(a, 0x30, LoadLane(words + offset[2]));
+    a = _mm512_mask_broadcast_i64x2(a, 0xC0, LoadLane(words + offset[3]));
+    const __m256i last = _mm256_inserti128_si256(
+        _mm256_castsi128_si256(LoadLane(words + offset[4])), LoadLane(words + offset[5]), 1);
+    const Bytes b = _mm512_castsi256_si512(last);
+#pragma GCC unroll 2
+    for (int j = 0; j < 2; ++j) {
+      const Bytes from = j == 0 ? first : second;
+      const Bytes matrix =
+          _mm512_mask_permutexvar_epi8(_mm512_permutexvar_epi8(from, a), of_last, from, b);
+      StoreBytes(index + k + j, _mm512_gf2p8affine_epi64_epi8(identity, matrix, 0));
+    }
   }
 }
 
