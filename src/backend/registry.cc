@@ -34,8 +34,8 @@ constexpr std::array kTable = {
                  MakeCpuAvx512},
     BackendEntry{"cpu/avx512vbmi", "CPU kernels for AVX-512 with VBMI, VNNI and GFNI",
                  ProbeCpuAvx512Vbmi, MakeCpuAvx512Vbmi},
-    BackendEntry{"cpu/amx", "CPU kernels for AVX-512, prefill and block means in AMX tiles",
-                 ProbeCpuAmx, MakeCpuAmx},
+    BackendEntry{"cpu/amx", "CPU kernels for AVX-512, prefill in AMX tiles of bf16", ProbeCpuAmx,
+                 MakeCpuAmx},
 };
 
 bool IsCpu(std::string_view name) { return name.substr(0, 4) == "cpu/"; }

@@ -78,37 +78,6 @@ void TileDot() {
   }
 }
 
-// The words of integers and bytes.
-template <int Tile>
-void TileLoadBytes(const void* p, std::int64_t stride) {
-  for (int r = 0; r < 16; ++r) {
-    __builtin_memcpy(tile_registers[Tile].word[r],
-                     static_cast<const unsigned char*>(p) + r * stride, 16 * sizeof(std::uint32_t));
-  }
-}
-template <int Tile>
-void TileStoreInts(std::int32_t* p, std::int64_t stride) {
-  for (int r = 0; r < 16; ++r) {
-    __builtin_memcpy(p + r * stride, tile_registers[Tile].word[r], 16 * sizeof(std::int32_t));
-  }
-}
-template <int C, int A, int B>
-void TileDotBytes() {
-  const Tile& a = tile_registers[A];
-  const Tile& b = tile_registers[B];
-  for (int i = 0; i < 16; ++i) {
-    for (int k = 0; k < 16; ++k) {
-      for (int j = 0; j < 16; ++j) {
-        for (int shift = 0; shift < 32; shift += 8) {
-          const auto left = static_cast<std::int8_t>(a.word[i][k] >> shift);
-          const auto right = static_cast<std::uint8_t>(b.word[k][j] >> shift);
-          tile_registers[C].word[i][j] += static_cast<std::uint32_t>(left * right);
-        }
-      }
-    }
-  }
-}
-
 inline F32 RoundBf16(F32 x) { return (F32)(((U32)x + 0x8000u) & 0xFFFF0000u); }
 inline F32 PairBf16(F32 low, F32 high) { return (F32)(((U32)low >> 16) | (U32)high); }
 // To nearest, ties to even, subnormals to 0.

@@ -50,10 +50,8 @@ std::string ProbeCpuAmx() {
   std::string avx512 = ProbeCpuAvx512Vbmi();
   if (!avx512.empty()) return avx512;
   const CpuFeatures& f = GetCpuFeatures();
-  std::string missing = Missing({{f.avx512bf16, "avx512bf16"},
-                                 {f.amx_tile, "amx_tile"},
-                                 {f.amx_bf16, "amx_bf16"},
-                                 {f.amx_int8, "amx_int8"}});
+  std::string missing =
+      Missing({{f.avx512bf16, "avx512bf16"}, {f.amx_tile, "amx_tile"}, {f.amx_bf16, "amx_bf16"}});
   if (!missing.empty()) return missing;
   return AllowAmxTiles() ? "" : "the operating system does not allow the tile registers of AMX";
 }

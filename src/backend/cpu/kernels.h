@@ -91,6 +91,9 @@ struct ScanBaseArgs {
   const std::int32_t* constant;
   std::int32_t* base;
   std::int64_t stride;
+  // Means that will be read next, or null: fetched meanwhile by sets that have a plan.
+  const std::uint8_t* ahead;
+  std::int64_t ahead_bytes;
 };
 
 // Scores of n_blocks blocks of one head.
@@ -311,6 +314,6 @@ const KernelTable* Avx512VbmiKernels();
 // The same sets with the scan by masked adds, to compare with.
 const KernelTable* Avx2MaskedKernels();
 const KernelTable* Avx512MaskedKernels();
-const KernelTable* AmxKernels();  // avx512vbmi; prefill and bases of blocks in tiles
+const KernelTable* AmxKernels();  // avx512vbmi, with prefill in tiles of bf16
 
 }  // namespace fathom::cpu

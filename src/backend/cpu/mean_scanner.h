@@ -48,7 +48,8 @@ class MeanScanner {
   void Run(const ScanTable& table, const SegmentView& segment, const SegmentView* next,
            std::int32_t first, std::int32_t count, const Out& out) {
     Prepare(table);
-    const bool whole = count == shape_.segment_blocks;
+    // Means that the call before has not fetched are fetched while the planes are summed.
+    const bool whole = count == shape_.segment_blocks && segment.side != fetched_side_;
     const ScanSumsArgs sums = {plan_,
                                segment.planes,
                                next == nullptr ? nullptr : next->planes,
@@ -73,8 +74,11 @@ class MeanScanner {
                                table.mean_weight.data(),
                                table.constant.data(),
                                out.base,
-                               out.base_stride};
+                               out.base_stride,
+                               next == nullptr ? nullptr : next->side,
+                               shape_.side_bytes};
     kernels_.scan_base(&base);
+    fetched_side_ = kernels_.scan_base_plan != nullptr ? base.ahead : nullptr;
   }
 
  private:
@@ -118,6 +122,7 @@ class MeanScanner {
   std::byte* const plan_;
   std::byte* base_plan_ = nullptr;
   const ScanTable* planned_ = nullptr;
+  const std::uint8_t* fetched_side_ = nullptr;
 };
 
 }  // namespace fathom::cpu

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: MIT
-// The base of every block by products of bytes: what its two kernels share (scan_base_wide_impl.h,
-// scan_base_amx_impl.h). Included before them and after base_codes_vbmi.h.
+// The base of every block by products of bytes: the plan, and codes in its order, for the kernel of
+// scan_base_wide_impl.h. Included before it and after base_codes_vbmi.h.
 //
 // A weight is three digits of 8 bits, w = d0 + 256 d1 + 65536 d2 with digits in -128 .. 127 (|w| <
 // 2^22, since codes up to 7 keep below 2^24), and a code is a byte >= 0, so that four channels of a

@@ -65,11 +65,31 @@ void MakeWideBasePlan(const ScanBasePlanArgs* args) {
   }
 }
 
+// The means of the next segment, fetched evenly over the products: these read nothing that is far,
+// and while planes are summed their words take all the places for outstanding misses.
+struct MeansAhead {
+  const std::uint8_t* line;  // or null
+  const std::uint8_t* end;
+  int lines_a_quad;
+
+  FATHOM_INLINE void Fetch() {
+    for (int i = 0; i < lines_a_quad && line < end; ++i, line += 64) PrefetchFar(line);
+  }
+};
+
+FATHOM_INLINE MeansAhead AheadOfBase(const ScanBaseArgs& a, int n_quads) {
+  if (a.ahead == nullptr || n_quads == 0) return {nullptr, nullptr, 0};
+  const int steps = (a.count + 2 * kLanes - 1) / (2 * kLanes) * n_quads;
+  const auto lines = static_cast<int>((a.ahead_bytes + 63) / 64);
+  return {a.ahead, a.ahead + a.ahead_bytes, (lines + steps - 1) / steps};
+}
+
 // Adds the products of quads begin .. end - 1 to the sums of two vectors of codes.
 template <int Heads, int Digits>
 FATHOM_INLINE void AddProducts(const unsigned char* codes, const std::int32_t* digit, int begin,
-                               int end, I32 (&sum)[2][Heads][kDigits]) {
+                               int end, MeansAhead* ahead, I32 (&sum)[2][Heads][kDigits]) {
   for (int quad = begin; quad < end; ++quad) {
+    ahead->Fetch();
     const unsigned char* pair = codes + quad * kBaseQuadBytes;
     const Bytes x[2] = {LoadBytes(pair), LoadBytes(pair + kBaseVectorBytes)};
     const std::int32_t* at = digit + quad * kDigits * kBaseQuad;
@@ -87,15 +107,15 @@ FATHOM_INLINE void AddProducts(const unsigned char* codes, const std::int32_t* d
 
 template <int Heads>
 void WideBaseHeads(const ScanBaseArgs& a, const BasePlan& plan, const BaseDigits& digits, int head,
-                   const unsigned char* codes) {
+                   const unsigned char* codes, MeansAhead* ahead) {
   for (int b = 0; b < a.count; b += 2 * kLanes, codes += 2 * kBaseVectorBytes) {
     I32 sum[2][Heads][kDigits];
 #pragma GCC unroll 24
     for (int i = 0; i < 2 * Heads * kDigits; ++i) {
       sum[i % 2][i / 2 / kDigits][i / 2 % kDigits] = SetInt(0);
     }
-    AddProducts<Heads, kDigits>(codes, digits.digits(), 0, plan.n_large, sum);
-    AddProducts<Heads, 2>(codes, digits.digits(), plan.n_large, plan.n_quads, sum);
+    AddProducts<Heads, kDigits>(codes, digits.digits(), 0, plan.n_large, ahead, sum);
+    AddProducts<Heads, 2>(codes, digits.digits(), plan.n_large, plan.n_quads, ahead, sum);
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; ++h) {
       I32 base[2];
@@ -118,15 +138,16 @@ void WideBase(const ScanBaseArgs* args) {
   alignas(64) unsigned char codes[kMaxBaseQuads * kBaseQuadBytes];
   PairCodes(a, plan.n_quads, plan.rows(), codes);
   const auto* at = reinterpret_cast<const unsigned char*>(plan.rows() + plan.n_quads * kBaseQuad);
+  MeansAhead ahead = AheadOfBase(a, plan.n_quads);
   for (int head = 0; head < a.group; at += BaseDigitsBytes(plan.n_quads)) {
     const auto& digits = *reinterpret_cast<const BaseDigits*>(at);
     const int heads = BaseBatch(a.group - head);
     if (heads == 4) {
-      WideBaseHeads<4>(a, plan, digits, head, codes);
+      WideBaseHeads<4>(a, plan, digits, head, codes, &ahead);
     } else if (heads == 2) {
-      WideBaseHeads<2>(a, plan, digits, head, codes);
+      WideBaseHeads<2>(a, plan, digits, head, codes, &ahead);
     } else {
-      WideBaseHeads<1>(a, plan, digits, head, codes);
+      WideBaseHeads<1>(a, plan, digits, head, codes, &ahead);
     }
     head += heads;
   }

@@ -1,28 +1,26 @@
 // SPDX-License-Identifier: MIT
-// The tile vocabulary of prefill_amx_impl.h and scan_base_amx_impl.h in AMX-BF16, AMX-INT8 and
-// AVX-512 BF16, beside the vector words of simd_avx512.h. Included once, inside the anonymous
-// namespace of kernels_amx.cc. tests/support/tile_emulation.h is the same in portable code.
+// The tile vocabulary of prefill_amx_impl.h in AMX-BF16 and AVX-512 BF16, beside the vector words
+// of simd_avx512.h. Included once, inside the anonymous namespace of kernels_amx.cc.
+// tests/support/tile_emulation.h is the same in portable code.
 //
-// A tile is 16 rows of 16 words, 1 KiB in sequence. A word is a float, a pair of bf16 with the
-// first in its low half, an integer, or four bytes. The processor has eight tiles, numbered in the
-// template arguments.
+// A tile is 16 rows of 16 words, 1 KiB in sequence. A word is a float, or a pair of bf16 with the
+// first in its low half. The processor has eight tiles, numbered in the template arguments.
 
 constexpr int kTileWords = 256;
 
-struct TileConfig {
-  std::uint8_t palette = 1;
-  std::uint8_t zeros[15] = {};
-  std::uint16_t row_bytes[8] = {64, 64, 64, 64, 64, 64, 64, 64};
-  std::uint16_t more_zeros[8] = {};
-  std::uint8_t rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
-  std::uint8_t last_zeros[8] = {};
-};
-static_assert(sizeof(TileConfig) == 64);
-// In memory: written to the stack each time, it would be loaded while its pieces are being stored.
-alignas(64) constexpr TileConfig kFullTiles;
-
 // Eight tiles of full size, from here to TileEnd.
-FATHOM_INLINE void TileBegin() { __asm__ volatile("ldtilecfg %0" : : "m"(kFullTiles)); }
+FATHOM_INLINE void TileBegin() {
+  const struct {
+    std::uint8_t palette = 1;
+    std::uint8_t zeros[15] = {};
+    std::uint16_t row_bytes[8] = {64, 64, 64, 64, 64, 64, 64, 64};
+    std::uint16_t more_zeros[8] = {};
+    std::uint8_t rows[8] = {16, 16, 16, 16, 16, 16, 16, 16};
+    std::uint8_t last_zeros[8] = {};
+  } config;
+  static_assert(sizeof config == 64);
+  __asm__ volatile("ldtilecfg %0" : : "m"(config));
+}
 FATHOM_INLINE void TileEnd() { __asm__ volatile("tilerelease"); }
 
 // In assembly: the intrinsics of GCC 12 do not say that they read and write memory.
@@ -47,25 +45,6 @@ FATHOM_INLINE void TileStore(float* p, std::int64_t stride) {
 template <int C, int A, int B>
 FATHOM_INLINE void TileDot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
-}
-
-// The same of integers and bytes; rows of 64 bytes, `stride` bytes or integers apart.
-template <int Tile>
-FATHOM_INLINE void TileLoadBytes(const void* p, std::int64_t stride) {
-  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(p), "r"(stride), "i"(Tile) : "memory");
-}
-template <int Tile>
-FATHOM_INLINE void TileStoreInts(std::int32_t* p, std::int64_t stride) {
-  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)"
-                   :
-                   : "r"(p), "r"(4 * stride), "i"(Tile)
-                   : "memory");
-}
-// C += A B over 64 products of a signed byte of A and an unsigned one of B, modulo 2^32: C[i][j] +=
-// sum over words k, bytes b of A[i][k].b * B[k][j].b.
-template <int C, int A, int B>
-FATHOM_INLINE void TileDotBytes() {
-  __asm__ volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
 }
 
 // The nearest bf16, as a float; away from 0 between two. For |x| < 2^127.
