@@ -62,7 +62,7 @@ AttentionStep::AttentionStep(const StepSizes& sizes, std::int32_t unit_tokens)
   const std::int32_t group = sizes.heads.group(), dim = sizes.heads.head_dim;
   max_keep_ = KeepOf(sizes, unit_);
   score_stride_ = RoundUp(sizes.max_tokens / unit_ + 1, kTileTokens);
-  // Steps of samples are at least this; see IndexScan::sample_step.
+  // Samples are not larger than this; see IndexScan::sample_step.
   sample_stride_ = std::max(std::min(score_stride_ / 4 + kTileTokens, kMostSample),
                             RoundUp(score_stride_ / kMeanSampleStep, kTileTokens));
   rest_stride_ = RoundUp(sizes.max_tokens / kBlockTokens + 1, kTileBlocks);

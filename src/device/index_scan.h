@@ -51,8 +51,7 @@ class IndexScan {
   // count chunks.
   virtual std::int32_t unit_tokens() const { return 1; }
 
-  // ScoreSink::tile_step of a sample of an index with so many tiles, as IndexScan samples: a power
-  // or multiple that the scan likes, 4 or more.
+  // ScoreSink::tile_step of a sample of an index with so many tiles, 5 or more.
   virtual std::int32_t sample_step(std::int32_t n_tiles) const;
 
   // Of the layer whose plan was made last. Waits for the stream.

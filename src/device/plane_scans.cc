@@ -32,10 +32,11 @@ GatherRuns RunsOf(const IndexSizes& sizes, const HostSegments& table, std::int32
 }
 
 // Some 65,536 tokens, of which 60 or so lie above the limit; of short sequences not more than a
-// quarter, which would cost as much as the scan.
+// fifth, which would cost as much as the scan. Odd: text that repeats does so after a power of two
+// where a capture is tiled, and an even step would see the same part of it again and again.
 std::int32_t IndexScan::sample_step(std::int32_t n_tiles) const {
-  constexpr std::int32_t kTiles = 64, kLeast = 4;
-  return std::max(kLeast, n_tiles / kTiles);
+  constexpr std::int32_t kTiles = 64, kLeast = 5;
+  return std::max(kLeast, n_tiles / kTiles | 1);
 }
 
 MeanIndex::MeanIndex(const IndexSizes& sizes, std::int32_t mean_bits, const double* multiplier,
