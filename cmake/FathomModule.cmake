@@ -30,6 +30,9 @@ function(fathom_test name)
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_compile_definitions(${name} PRIVATE FATHOM_SOURCE_DIR="${PROJECT_SOURCE_DIR}")
   target_link_libraries(${name} PRIVATE fathom_warnings fathom::fathom GTest::gtest_main ${ARG_DEPS})
+  if(fast IN_LIST ARG_LABELS)
+    set_property(GLOBAL APPEND PROPERTY FATHOM_FAST_TESTS ${name})
+  endif()
   # Tests share the processors: a thread that spins while it waits takes the time of the one it waits for.
   gtest_discover_tests(${name} ${ARG_DISCOVER} PROPERTIES TIMEOUT ${ARG_TIMEOUT} ENVIRONMENT "OMP_WAIT_POLICY=passive"
                        DISCOVERY_TIMEOUT 60)

@@ -2,15 +2,15 @@
 // The parts of `fathom bench`. Each adds its subcommand; the callback stores the exit code.
 #pragma once
 
-#include <CLI/CLI.hpp>
+#include "command_line.h"
 
 namespace fathom::cli {
 
-void AddBenchDecode(CLI::App& bench, int* exit_code);
-void AddBenchScan(CLI::App& bench, int* exit_code);
-void AddBenchSelect(CLI::App& bench, int* exit_code);
-void AddBenchAttend(CLI::App& bench, int* exit_code);
-void AddBenchPrefill(CLI::App& bench, int* exit_code);
-void AddBenchStep(CLI::App& bench, int* exit_code);
+void AddBenchDecode(Command bench, int* exit_code);
+void AddBenchScan(Command bench, int* exit_code);
+void AddBenchSelect(Command bench, int* exit_code);
+void AddBenchAttend(Command bench, int* exit_code);
+void AddBenchPrefill(Command bench, int* exit_code);
+void AddBenchStep(Command bench, int* exit_code);
 
 }  // namespace fathom::cli

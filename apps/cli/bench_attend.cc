@@ -287,18 +287,18 @@ int BenchAttend(const AttendOptions& given) {
 
 }  // namespace
 
-void AddBenchAttend(CLI::App& bench, int* exit_code) {
+void AddBenchAttend(Command bench, int* exit_code) {
   auto options = std::make_shared<AttendOptions>();
-  CLI::App* attend = bench.add_subcommand(
+  Command attend = bench.AddCommand(
       "attend", "One decode step of a layer, dense and sparse, beside ggml's attention");
-  AddBenchOptions(*attend, &options->request);
-  AddKOption(*attend, &options->k);
+  AddBenchOptions(attend, &options->request);
+  AddKOption(attend, &options->k);
   attend
-      ->add_option("--methods", options->methods,
-                   "method specs, lists at commas; none leaves them out")
-      ->capture_default_str();
-  attend->add_flag("--no-ggml", options->no_ggml, "leave ggml out");
-  attend->callback([options, exit_code] { *exit_code = BenchAttend(*options); });
+      .AddOption("--methods", options->methods,
+                 "method specs, lists at commas; none leaves them out")
+      .ShowDefault();
+  attend.AddFlag("--no-ggml", options->no_ggml, "leave ggml out");
+  attend.OnRun([options, exit_code] { *exit_code = BenchAttend(*options); });
 }
 
 }  // namespace fathom::cli

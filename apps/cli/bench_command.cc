@@ -6,15 +6,15 @@
 
 namespace fathom::cli {
 
-void AddBenchCommand(CLI::App& app, int* exit_code) {
-  CLI::App* bench = app.add_subcommand("bench", "Measure speed");
-  bench->require_subcommand(1);
-  AddBenchDecode(*bench, exit_code);
-  AddBenchScan(*bench, exit_code);
-  AddBenchSelect(*bench, exit_code);
-  AddBenchAttend(*bench, exit_code);
-  AddBenchPrefill(*bench, exit_code);
-  AddBenchStep(*bench, exit_code);
+void AddBenchCommand(Command app, int* exit_code) {
+  Command bench = app.AddCommand("bench", "Measure speed");
+  bench.RequireCommand();
+  AddBenchDecode(bench, exit_code);
+  AddBenchScan(bench, exit_code);
+  AddBenchSelect(bench, exit_code);
+  AddBenchAttend(bench, exit_code);
+  AddBenchPrefill(bench, exit_code);
+  AddBenchStep(bench, exit_code);
 }
 
 }  // namespace fathom::cli

@@ -275,7 +275,7 @@ void PrintJson(const std::vector<Sample>& samples, const BenchOptions& options,
   for (const Sample& sample : samples) {
     json["samples"].push_back(SampleJson(samples, sample, speed));
   }
-  std::printf("%s\n", json.dump(2).c_str());
+  WriteOut(JsonText(json));
 }
 
 int BenchDecode(const BenchOptions& options) {
@@ -318,26 +318,25 @@ int BenchDecode(const BenchOptions& options) {
 
 }  // namespace
 
-void AddBenchDecode(CLI::App& bench, int* exit_code) {
+void AddBenchDecode(Command bench, int* exit_code) {
   auto options = std::make_shared<BenchOptions>();
-  CLI::App* decode =
-      bench.add_subcommand("decode", "Decode speed against context, beside libllama's");
-  decode->add_option("-m,--model", options->model, "GGUF model")->required();
-  decode->add_option("-f,--file", options->file, "text to prefill, repeated as needed")->required();
-  decode->add_option("--ctx", options->contexts, "contexts, e.g. 2k,8k,32k")
-      ->delimiter(',')
-      ->capture_default_str();
-  decode->add_option("--methods", options->methods, "method specs, separated by spaces")
-      ->capture_default_str();
-  decode->add_option("--steps", options->steps, "timed steps per point")
-      ->capture_default_str()
-      ->check(InRange(1, 100000));
-  AddMachineOptions(*decode, &options->threads, &options->backend);
-  AddDeviceOptions(*decode, &options->device, &options->decode_attention);
-  decode->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
-  decode->add_flag("--no-llama", options->no_llama, "leave libllama out");
-  decode->add_flag("--json", options->json, "print one JSON document");
-  decode->callback([options, exit_code] { *exit_code = BenchDecode(*options); });
+  Command decode = bench.AddCommand("decode", "Decode speed against context, beside libllama's");
+  decode.AddOption("-m,--model", options->model, "GGUF model").Required();
+  decode.AddOption("-f,--file", options->file, "text to prefill, repeated as needed").Required();
+  decode.AddOption("--ctx", options->contexts, "contexts, e.g. 2k,8k,32k")
+      .SeparatedBy(',')
+      .ShowDefault();
+  decode.AddOption("--methods", options->methods, "method specs, separated by spaces")
+      .ShowDefault();
+  decode.AddOption("--steps", options->steps, "timed steps per point")
+      .ShowDefault()
+      .InRange(1, 100000);
+  AddMachineOptions(decode, &options->threads, &options->backend);
+  AddDeviceOptions(decode, &options->device, &options->decode_attention);
+  decode.AddOption("--stats-file", options->statistics_file, kStatsFileHelp).TypeName("FILE");
+  decode.AddFlag("--no-llama", options->no_llama, "leave libllama out");
+  decode.AddFlag("--json", options->json, "print one JSON document");
+  decode.OnRun([options, exit_code] { *exit_code = BenchDecode(*options); });
 }
 
 }  // namespace fathom::cli

@@ -72,45 +72,45 @@ void CheckShape(const BenchRequest& request) {
 
 }  // namespace
 
-void AddBenchOptions(CLI::App& command, BenchRequest* request) {
-  command.add_option("--tokens", request->tokens, "contexts, e.g. 32k,128k; multiples of 64")
-      ->delimiter(',')
-      ->capture_default_str();
-  command.add_option("--group", request->groups, "query heads per KV head, e.g. 4,6,8")
-      ->delimiter(',')
-      ->capture_default_str()
-      ->check(InRange(1, kMaxGroup));
-  command.add_option("--kv-heads", request->n_kv_heads, "KV heads of the layer")
-      ->capture_default_str()
-      ->check(InRange(1, 256));
-  command.add_option("--head-dim", request->head_dim, "channels per head, a multiple of 16")
-      ->capture_default_str()
-      ->check(InRange(16, kMaxHeadDim));
+void AddBenchOptions(Command command, BenchRequest* request) {
+  command.AddOption("--tokens", request->tokens, "contexts, e.g. 32k,128k; multiples of 64")
+      .SeparatedBy(',')
+      .ShowDefault();
+  command.AddOption("--group", request->groups, "query heads per KV head, e.g. 4,6,8")
+      .SeparatedBy(',')
+      .ShowDefault()
+      .InRange(1, kMaxGroup);
+  command.AddOption("--kv-heads", request->n_kv_heads, "KV heads of the layer")
+      .ShowDefault()
+      .InRange(1, 256);
+  command.AddOption("--head-dim", request->head_dim, "channels per head, a multiple of 16")
+      .ShowDefault()
+      .InRange(16, kMaxHeadDim);
   command
-      .add_option("-t,--threads", request->threads,
-                  "thread counts, e.g. 1,2,4; all: the powers of two up to all processors")
-      ->delimiter(',')
-      ->capture_default_str();
+      .AddOption("-t,--threads", request->threads,
+                 "thread counts, e.g. 1,2,4; all: the powers of two up to all processors")
+      .SeparatedBy(',')
+      .ShowDefault();
   command
-      .add_option("--backend", request->backend,
-                  "kernels: cpu, cpu/avx2, ref, ... (see fathom info)")
-      ->type_name("NAME")
-      ->capture_default_str();
-  command.add_option("--seconds", request->seconds, "timed per row")
-      ->capture_default_str()
-      ->check(InRange(0.0, 3600.0));
+      .AddOption("--backend", request->backend,
+                 "kernels: cpu, cpu/avx2, ref, ... (see fathom info)")
+      .TypeName("NAME")
+      .ShowDefault();
+  command.AddOption("--seconds", request->seconds, "timed per row")
+      .ShowDefault()
+      .InRange(0.0, 3600.0);
   command
-      .add_option("--layers", request->layers,
-                  "copies of all data that calls go round; 0: four times the caches")
-      ->capture_default_str()
-      ->check(InRange(0.0, kMostLayers));
-  command.add_flag("--json", request->json, "print one JSON document");
+      .AddOption("--layers", request->layers,
+                 "copies of all data that calls go round; 0: four times the caches")
+      .ShowDefault()
+      .InRange(0.0, kMostLayers);
+  command.AddFlag("--json", request->json, "print one JSON document");
 }
 
-void AddKOption(CLI::App& command, std::int64_t* k) {
-  command.add_option("-k", *k, "rows attended per query head, always kept ones included")
-      ->capture_default_str()
-      ->check(InRange(kAlwaysKept + 1, 1 << 20));
+void AddKOption(Command command, std::int64_t* k) {
+  command.AddOption("-k", *k, "rows attended per query head, always kept ones included")
+      .ShowDefault()
+      .InRange(kAlwaysKept + 1, 1 << 20);
 }
 
 std::vector<int> ParseThreads(const std::vector<std::string>& texts, int n_processors) {
@@ -267,7 +267,7 @@ std::string BenchReport::TableText() const {
 
 void BenchReport::Print(const std::string& note) const {
   if (request_.json) {
-    WriteOut(Json().dump(2) + "\n");
+    WriteOut(JsonText(Json()));
     return;
   }
   std::string text = TableText();

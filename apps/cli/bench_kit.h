@@ -3,7 +3,6 @@
 // whose ratios and shares come from one run.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <functional>
 #include <nlohmann/json.hpp>
@@ -12,6 +11,7 @@
 #include <vector>
 
 #include "bench_machine.h"
+#include "command_line.h"
 #include "fathom/types.h"
 
 namespace fathom::cli {
@@ -29,10 +29,10 @@ struct BenchRequest {
 };
 
 // Defaults are the request's own.
-void AddBenchOptions(CLI::App& command, BenchRequest* request);
+void AddBenchOptions(Command command, BenchRequest* request);
 
 // -k: tokens attended per query head, the always kept ones included.
-void AddKOption(CLI::App& command, std::int64_t* k);
+void AddKOption(Command command, std::int64_t* k);
 
 // Counts of "1,2,4", ascending; "all" is the powers of two below n_processors and n_processors.
 // Throws Error(kUsage).

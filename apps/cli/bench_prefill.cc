@@ -126,18 +126,17 @@ int BenchPrefill(const PrefillOptions& options) {
 
 }  // namespace
 
-void AddBenchPrefill(CLI::App& bench, int* exit_code) {
+void AddBenchPrefill(Command bench, int* exit_code) {
   auto options = std::make_shared<PrefillOptions>();
   options->request.tokens = {"8k", "32k"};
   options->request.n_kv_heads = 2;
-  CLI::App* prefill =
-      bench.add_subcommand("prefill", "Attention of a chunk of a prompt, beside ggml's");
-  AddBenchOptions(*prefill, &options->request);
-  prefill->add_option("--chunk", options->chunk, "queries, at the positions after the tokens")
-      ->capture_default_str()
-      ->check(InRange(1, 1 << 16));
-  prefill->add_flag("--no-ggml", options->no_ggml, "leave ggml out");
-  prefill->callback([options, exit_code] { *exit_code = BenchPrefill(*options); });
+  Command prefill = bench.AddCommand("prefill", "Attention of a chunk of a prompt, beside ggml's");
+  AddBenchOptions(prefill, &options->request);
+  prefill.AddOption("--chunk", options->chunk, "queries, at the positions after the tokens")
+      .ShowDefault()
+      .InRange(1, 1 << 16);
+  prefill.AddFlag("--no-ggml", options->no_ggml, "leave ggml out");
+  prefill.OnRun([options, exit_code] { *exit_code = BenchPrefill(*options); });
 }
 
 }  // namespace fathom::cli

@@ -405,20 +405,20 @@ int BenchScan(const ScanOptions& options) {
 
 }  // namespace
 
-void AddBenchScan(CLI::App& bench, int* exit_code) {
+void AddBenchScan(Command bench, int* exit_code) {
   auto options = std::make_shared<ScanOptions>();
-  CLI::App* scan =
-      bench.add_subcommand("scan", "Scores of all tokens from bit planes, and from rivals' tables");
-  AddBenchOptions(*scan, &options->request);
-  scan->add_option("--bits", options->bits, "read bits per token of our read, e.g. 16,28,64")
-      ->delimiter(',')
-      ->capture_default_str()
-      ->check(InRange(1, kMaxHeadDim * kPlanes));
-  scan->add_option("--budget", options->budget, "code bits per token of the published read")
-      ->capture_default_str()
-      ->check(InRange(1, kMaxHeadDim * kPlanes));
-  AddKOption(*scan, &options->k);
-  scan->callback([options, exit_code] { *exit_code = BenchScan(*options); });
+  Command scan =
+      bench.AddCommand("scan", "Scores of all tokens from bit planes, and from rivals' tables");
+  AddBenchOptions(scan, &options->request);
+  scan.AddOption("--bits", options->bits, "read bits per token of our read, e.g. 16,28,64")
+      .SeparatedBy(',')
+      .ShowDefault()
+      .InRange(1, kMaxHeadDim * kPlanes);
+  scan.AddOption("--budget", options->budget, "code bits per token of the published read")
+      .ShowDefault()
+      .InRange(1, kMaxHeadDim * kPlanes);
+  AddKOption(scan, &options->k);
+  scan.OnRun([options, exit_code] { *exit_code = BenchScan(*options); });
 }
 
 }  // namespace fathom::cli

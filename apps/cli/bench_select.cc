@@ -171,12 +171,12 @@ int BenchSelect(const SelectOptions& options) {
 
 }  // namespace
 
-void AddBenchSelect(CLI::App& bench, int* exit_code) {
+void AddBenchSelect(Command bench, int* exit_code) {
   auto options = std::make_shared<SelectOptions>();
-  CLI::App* select = bench.add_subcommand("select", "The best k of given scores");
-  AddBenchOptions(*select, &options->request);
-  AddKOption(*select, &options->k);
-  select->callback([options, exit_code] { *exit_code = BenchSelect(*options); });
+  Command select = bench.AddCommand("select", "The best k of given scores");
+  AddBenchOptions(select, &options->request);
+  AddKOption(select, &options->k);
+  select.OnRun([options, exit_code] { *exit_code = BenchSelect(*options); });
 }
 
 }  // namespace fathom::cli

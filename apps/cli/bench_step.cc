@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <memory>
 #include <new>
+#include <nlohmann/json.hpp>
 #include <optional>
 #include <utility>
 
@@ -149,7 +150,7 @@ void Print(const StepReport& report, const StepOptions& options) {
     WriteOut(StepTables(report));
     return;
   }
-  WriteOut(StepJson(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n");
+  WriteOut(JsonText(StepJson(report)));
 }
 
 int BenchStep(const StepOptions& options) {
@@ -186,57 +187,55 @@ int BenchStep(const StepOptions& options) {
   return any ? kExitOk : kExitFailure;
 }
 
-void AddMeasuringOptions(CLI::App& step, StepOptions* options) {
-  step.add_option("-k,--k", options->k, "rows attended per query head, always kept ones included")
-      ->capture_default_str()
-      ->check(InRange(kAlwaysKept + 1, 1 << 20));
-  step.add_option("--steps", options->steps, "timed steps per row")
-      ->capture_default_str()
-      ->check(InRange(3, 100000));
-  step.add_option("--seconds", options->seconds,
-                  "most time for the steps of a row, three at least are timed")
-      ->capture_default_str()
-      ->check(InRange(0.0, 3600.0));
-  step.add_option("--rows-fold", options->fold,
-                  "token i uses row i mod N, where memory does not hold all rows; auto: the "
-                  "largest N that fits")
-      ->type_name("auto|N")
-      ->capture_default_str();
-  step.add_option("--keys", options->keys,
-                  "keys, values and queries of a capture (fathom capture), repeated along the "
-                  "tokens, instead of synthetic ones")
-      ->type_name("FILE");
-  step.add_option("--seed", options->seed, "of weights and synthetic keys")->capture_default_str();
-  step.add_flag("--json", options->json, "print one JSON document");
-  step.add_option("--svg", options->svg, "also draw the stages as stacked bars")->type_name("FILE");
+void AddMeasuringOptions(Command step, StepOptions* options) {
+  step.AddOption("-k,--k", options->k, "rows attended per query head, always kept ones included")
+      .ShowDefault()
+      .InRange(kAlwaysKept + 1, 1 << 20);
+  step.AddOption("--steps", options->steps, "timed steps per row").ShowDefault().InRange(3, 100000);
+  step.AddOption("--seconds", options->seconds,
+                 "most time for the steps of a row, three at least are timed")
+      .ShowDefault()
+      .InRange(0.0, 3600.0);
+  step.AddOption("--rows-fold", options->fold,
+                 "token i uses row i mod N, where memory does not hold all rows; auto: the "
+                 "largest N that fits")
+      .TypeName("auto|N")
+      .ShowDefault();
+  step.AddOption("--keys", options->keys,
+                 "keys, values and queries of a capture (fathom capture), repeated along the "
+                 "tokens, instead of synthetic ones")
+      .TypeName("FILE");
+  step.AddOption("--seed", options->seed, "of weights and synthetic keys").ShowDefault();
+  step.AddFlag("--json", options->json, "print one JSON document");
+  step.AddOption("--svg", options->svg, "also draw the stages as stacked bars").TypeName("FILE");
 }
 
 }  // namespace
 
-void AddBenchStep(CLI::App& bench, int* exit_code) {
+void AddBenchStep(Command bench, int* exit_code) {
   auto options = std::make_shared<StepOptions>();
-  CLI::App* step = bench.add_subcommand(
+  Command step = bench.AddCommand(
       "step", "A decode step on a CUDA device, by stage, with index in host memory or HBM");
-  step->add_option("--shape", options->shape, "model whose step is made, with random weights")
-      ->capture_default_str()
-      ->check(CLI::IsMember(ShapeNames()));
-  step->add_option("--ctx", options->contexts, "contexts, e.g. 256k,512k,1M")
-      ->delimiter(',')
-      ->capture_default_str();
-  step->add_option("--methods", options->methods,
-                   "method specs without k, separated by spaces or commas; ratios are to "
-                   "sparq:r=32, the 32-channel scan")
-      ->capture_default_str();
-  step->add_option("--placement", options->placements, "of the index: host, hbm or both")
-      ->delimiter(',')
-      ->capture_default_str()
-      ->check(CLI::IsMember({"host", "hbm"}));
-  step->add_option("--batch", options->batches, "sequences per step, e.g. 1,2,8")
-      ->delimiter(',')
-      ->capture_default_str()
-      ->check(InRange(1, 1024));
-  AddMeasuringOptions(*step, options.get());
-  step->callback([options, exit_code] { *exit_code = BenchStep(*options); });
+  step.AddOption("--shape", options->shape, "model whose step is made, with random weights")
+      .ShowDefault()
+      .OneOf(ShapeNames());
+  step.AddOption("--ctx", options->contexts, "contexts, e.g. 256k,512k,1M")
+      .SeparatedBy(',')
+      .ShowDefault();
+  step.AddOption("--methods", options->methods,
+                 "method specs without k, separated by spaces or commas; ratios are to "
+                 "sparq:r=32, the 32-channel scan")
+      .ShowDefault();
+  step.AddOption("--placement", options->placements, "of the index: host, hbm or both")
+      .SeparatedBy(',')
+      .ShowDefault()
+      .OneOf({"host", "hbm"});
+  step.AddOption("--batch", options->batches, "sequences per step, e.g. 1,2,8")
+      .SeparatedBy(',')
+      .ShowDefault()
+      .InRange(1, 1024);
+  AddMeasuringOptions(step, options.get());
+  step.OnRun([options, exit_code] { *exit_code = BenchStep(*options); });
 }
 
 }  // namespace fathom::cli

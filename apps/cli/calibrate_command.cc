@@ -216,55 +216,52 @@ void CalibrateCommand(const Options& options) {
   const CalibrateReport report = CalibrateCapture(capture, library);
   report.calibration->Save(options.out);
   if (options.json) {
-    // Names need not be UTF-8; JSON must be.
-    WriteOut(SummaryJson(options.out, report)
-                 .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-             "\n");
+    WriteOut(JsonText(SummaryJson(options.out, report)));
   } else {
     WriteOut(SummaryText(options.out, report));
   }
 }
 
-void AddSourceOptions(CLI::App* calibrate, Options* options) {
-  calibrate->add_option("capture", options->capture, "capture to calibrate on (see fathom capture)")
-      ->type_name("CAPTURE");
-  calibrate->add_option("-m,--model", options->model, "GGUF model, to calibrate on a text")
-      ->type_name("FILE");
-  calibrate->add_option("-f,--file", options->file, "text; - is standard input")->type_name("FILE");
-  calibrate->add_option("-c,--ctx-size", options->ctx_size, "tokens of the text, e.g. 8k")
-      ->type_name("N");
-  calibrate->add_option("-o,--output", options->out, "safetensors file to write")
-      ->type_name("FILE")
-      ->required();
+void AddSourceOptions(Command calibrate, Options* options) {
+  calibrate.AddOption("capture", options->capture, "capture to calibrate on (see fathom capture)")
+      .TypeName("CAPTURE");
+  calibrate.AddOption("-m,--model", options->model, "GGUF model, to calibrate on a text")
+      .TypeName("FILE");
+  calibrate.AddOption("-f,--file", options->file, "text; - is standard input").TypeName("FILE");
+  calibrate.AddOption("-c,--ctx-size", options->ctx_size, "tokens of the text, e.g. 8k")
+      .TypeName("N");
+  calibrate.AddOption("-o,--output", options->out, "safetensors file to write")
+      .TypeName("FILE")
+      .Required();
 }
 
 }  // namespace
 
-void AddCalibrateCommand(CLI::App& app, int* exit_code) {
+void AddCalibrateCommand(Command app, int* exit_code) {
   auto options = std::make_shared<Options>();
-  CLI::App* calibrate = app.add_subcommand(
+  Command calibrate = app.AddCommand(
       "calibrate", "Make a statistics file, for --stats-file, of a capture or a text");
   AddSourceOptions(calibrate, options.get());
   calibrate
-      ->add_option("--methods", options->methods,
-                   "method specs whose residual factors are kept, separated by commas; or none")
-      ->type_name("SPEC,SPEC...")
-      ->allow_extra_args(false)
-      ->capture_default_str();
+      .AddOption("--methods", options->methods,
+                 "method specs whose residual factors are kept, separated by commas; or none")
+      .TypeName("SPEC,SPEC...")
+      .OneValueEach()
+      .ShowDefault();
   calibrate
-      ->add_option("--budgets", options->budgets,
-                   "bits per layer with this mean, for specs with budgets=file; k=512 unless given")
-      ->type_name("SPEC@MEAN,...")
-      ->allow_extra_args(false);
+      .AddOption("--budgets", options->budgets,
+                 "bits per layer with this mean, for specs with budgets=file; k=512 unless given")
+      .TypeName("SPEC@MEAN,...")
+      .OneValueEach();
   calibrate
-      ->add_option("--qk-norm", options->qk_norm,
-                   "yes or no: has the model QK-norm? decides basis=auto; default: as captured")
-      ->type_name("yes|no")
-      ->check(CLI::IsMember({"yes", "no"}));
-  AddMachineOptions(*calibrate, &options->threads, &options->backend);
-  calibrate->add_flag("--force", options->force, "replace the output file if it exists");
-  calibrate->add_flag("--json", options->json, "print one JSON document instead of text");
-  calibrate->callback([options, exit_code] {
+      .AddOption("--qk-norm", options->qk_norm,
+                 "yes or no: has the model QK-norm? decides basis=auto; default: as captured")
+      .TypeName("yes|no")
+      .OneOf({"yes", "no"});
+  AddMachineOptions(calibrate, &options->threads, &options->backend);
+  calibrate.AddFlag("--force", options->force, "replace the output file if it exists");
+  calibrate.AddFlag("--json", options->json, "print one JSON document instead of text");
+  calibrate.OnRun([options, exit_code] {
     CalibrateCommand(*options);
     *exit_code = kExitOk;
   });

@@ -106,9 +106,7 @@ void Capture(const Options& options) {
     });
   }
   if (options.json) {
-    WriteOut(SummaryJson(options.out, report)
-                 .dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-             "\n");
+    WriteOut(JsonText(SummaryJson(options.out, report)));
   } else {
     WriteOut(SummaryText(options.out, report));
   }
@@ -116,42 +114,41 @@ void Capture(const Options& options) {
 
 }  // namespace
 
-void AddCaptureCommand(CLI::App& app, int* exit_code) {
-  CLI::App* capture =
-      app.add_subcommand("capture", "Save queries, keys and values of a model on a text");
+void AddCaptureCommand(Command app, int* exit_code) {
+  Command capture = app.AddCommand("capture", "Save queries, keys and values of a model on a text");
   auto options = std::make_shared<Options>();
-  capture->add_option("-m,--model", options->model, "GGUF model")->type_name("FILE")->required();
-  capture->add_option("-f,--file", options->file, "text; - is standard input")
-      ->type_name("FILE")
-      ->required();
-  capture->add_option("-c,--ctx-size", options->ctx_size, "tokens of it to capture, e.g. 8k")
-      ->type_name("N")
-      ->required();
-  capture->add_option("-o,--output", options->out, "safetensors file to write")
-      ->type_name("FILE")
-      ->required();
-  capture->add_option("--positions", options->positions, "keep the queries of the last P positions")
-      ->type_name("P")
-      ->capture_default_str()
-      ->check(InRange(1, 1 << 20));
+  capture.AddOption("-m,--model", options->model, "GGUF model").TypeName("FILE").Required();
+  capture.AddOption("-f,--file", options->file, "text; - is standard input")
+      .TypeName("FILE")
+      .Required();
+  capture.AddOption("-c,--ctx-size", options->ctx_size, "tokens of it to capture, e.g. 8k")
+      .TypeName("N")
+      .Required();
+  capture.AddOption("-o,--output", options->out, "safetensors file to write")
+      .TypeName("FILE")
+      .Required();
+  capture.AddOption("--positions", options->positions, "keep the queries of the last P positions")
+      .TypeName("P")
+      .ShowDefault()
+      .InRange(1, 1 << 20);
   capture
-      ->add_option("--stats-every", options->stats_every,
-                   "and of every S-th position before, for statistics; 0 keeps about 512")
-      ->type_name("S")
-      ->capture_default_str()
-      ->check(InRange(0, 1 << 30));
-  capture->add_option("--layers", options->layers, "layers, e.g. 0,3-5; all if left out")
-      ->type_name("LIST");
+      .AddOption("--stats-every", options->stats_every,
+                 "and of every S-th position before, for statistics; 0 keeps about 512")
+      .TypeName("S")
+      .ShowDefault()
+      .InRange(0, 1 << 30);
+  capture.AddOption("--layers", options->layers, "layers, e.g. 0,3-5; all if left out")
+      .TypeName("LIST");
   capture
-      ->add_option("--dtype", options->dtype,
-                   "auto, f32 or bf16; auto is f32 for models with q/k/v biases, else bf16")
-      ->type_name("TYPE")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"auto", "f32", "bf16"}));
-  AddMachineOptions(*capture, &options->threads, &options->backend);
-  capture->add_flag("--force", options->force, "replace the output file if it exists");
-  capture->add_flag("--json", options->json, "print one JSON document instead of text");
-  capture->callback([options, exit_code] {
+      .AddOption("--dtype", options->dtype,
+                 "auto, f32 or bf16; auto is f32 for models with q/k/v biases, else bf16")
+      .TypeName("TYPE")
+      .ShowDefault()
+      .OneOf({"auto", "f32", "bf16"});
+  AddMachineOptions(capture, &options->threads, &options->backend);
+  capture.AddFlag("--force", options->force, "replace the output file if it exists");
+  capture.AddFlag("--json", options->json, "print one JSON document instead of text");
+  capture.OnRun([options, exit_code] {
     Capture(*options);
     *exit_code = kExitOk;
   });

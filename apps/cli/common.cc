@@ -10,6 +10,7 @@
 #include <cstdio>
 #include <cstring>
 #include <memory>
+#include <nlohmann/json.hpp>
 #include <sstream>
 
 namespace fathom::cli {
@@ -87,6 +88,10 @@ void WriteOut(std::string_view text) {
   }
   throw Error(ErrorCode::kIo,
               std::string("cannot write to standard output: ") + std::strerror(errno));
+}
+
+std::string JsonText(const nlohmann::json& json) {
+  return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
 }
 
 double Now() {
@@ -183,29 +188,29 @@ int ExitCode(ErrorCode code) {
   return code == ErrorCode::kCancelled ? kExitInterrupted : kExitFailure;
 }
 
-void AddMachineOptions(CLI::App& command, int* threads, std::string* backend) {
-  command.add_option("-t,--threads", *threads, "threads; 0 takes all processors")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(0, 1024));
-  command.add_option("--backend", *backend, "kernels: cpu, cpu/avx2, ref, ... (see fathom info)")
-      ->type_name("NAME")
-      ->capture_default_str();
+void AddMachineOptions(Command command, int* threads, std::string* backend) {
+  command.AddOption("-t,--threads", *threads, "threads; 0 takes all processors")
+      .TypeName("N")
+      .ShowDefault()
+      .InRange(0, 1024);
+  command.AddOption("--backend", *backend, "kernels: cpu, cpu/avx2, ref, ... (see fathom info)")
+      .TypeName("NAME")
+      .ShowDefault();
 }
 
-void AddDeviceOptions(CLI::App& command, std::string* device, std::string* decode_attention) {
+void AddDeviceOptions(Command command, std::string* device, std::string* decode_attention) {
   command
-      .add_option("--device", *device,
-                  "cpu, or cuda: the model runs on the GPU; rows and index stay in host memory")
-      ->type_name("NAME")
-      ->capture_default_str();
+      .AddOption("--device", *device,
+                 "cpu, or cuda: the model runs on the GPU; rows and index stay in host memory")
+      .TypeName("NAME")
+      .ShowDefault();
   command
-      .add_option(
+      .AddOption(
           "--decode-attention", *decode_attention,
           "with --device cuda: device, whole decode steps on the GPU where it knows the method's "
           "scan, or cpu, their attention by --backend")
-      ->type_name("NAME")
-      ->capture_default_str();
+      .TypeName("NAME")
+      .ShowDefault();
 }
 
 }  // namespace fathom::cli

@@ -2,13 +2,14 @@
 // What the commands share: exit codes, interruption, reading files.
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <memory>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "command_line.h"
 #include "fathom/fathom.h"
 
 namespace fathom::cli {
@@ -34,6 +35,10 @@ void CheckWritable(const std::string& path);
 // Writes to standard output at once. Throws Error(kIo) when it cannot: a full disk must not look
 // like success.
 void WriteOut(std::string_view text);
+
+// The document with two spaces of indentation, and a newline. Answers, paths and names need not be
+// UTF-8, JSON must be: bytes that are none are replaced.
+std::string JsonText(const nlohmann::json& json);
 
 // Seconds of a clock that never goes back.
 double Now();
@@ -65,27 +70,19 @@ inline constexpr const char* kStatsFileHelp =
 // A number without trailing zeros: "100", "0.5".
 std::string Plain(double number);
 
-// A range check whose help text is "low..high".
-template <typename Number>
-CLI::Range InRange(Number low, Number high) {
-  CLI::Range range(low, high);
-  range.description("in " + Plain(low) + ".." + Plain(high));
-  return range;
-}
-
 // -t,--threads and --backend, the same in every command that computes.
-void AddMachineOptions(CLI::App& command, int* threads, std::string* backend);
+void AddMachineOptions(Command command, int* threads, std::string* backend);
 
 // --device and --decode-attention, where a session runs.
-void AddDeviceOptions(CLI::App& command, std::string* device, std::string* decode_attention);
+void AddDeviceOptions(Command command, std::string* device, std::string* decode_attention);
 
 // Each adds its subcommand; the callback stores the exit code.
-void AddRunCommand(CLI::App& app, int* exit_code);
-void AddInfoCommand(CLI::App& app, int* exit_code);
-void AddBenchCommand(CLI::App& app, int* exit_code);
-void AddCaptureCommand(CLI::App& app, int* exit_code);
-void AddCalibrateCommand(CLI::App& app, int* exit_code);
-void AddEvalCommand(CLI::App& app, int* exit_code);
-void AddSessionCommand(CLI::App& app, int* exit_code);
+void AddRunCommand(Command app, int* exit_code);
+void AddInfoCommand(Command app, int* exit_code);
+void AddBenchCommand(Command app, int* exit_code);
+void AddCaptureCommand(Command app, int* exit_code);
+void AddCalibrateCommand(Command app, int* exit_code);
+void AddEvalCommand(Command app, int* exit_code);
+void AddSessionCommand(Command app, int* exit_code);
 
 }  // namespace fathom::cli

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "eval_score.h"
 #include "progress.h"
@@ -217,10 +218,7 @@ int EvalAnswers(const EvalAnswersOptions& options) {
   if (!options.output.empty()) CheckWritable(options.output);
   const EvalReport report = Execute(options, specs);
   WarnOfCutAnswers(report, options.predict);
-  // Bytes that are not UTF-8 can stand in an answer; JSON cannot hold them.
-  const std::string json =
-      EvalJson(report, options).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-      "\n";
+  const std::string json = JsonText(EvalJson(report, options));
   if (!options.output.empty()) WriteText(options.output, json);
   WriteOut(options.json ? json : EvalTables(report));
   return report.interrupted ? kExitInterrupted : kExitOk;
@@ -228,39 +226,38 @@ int EvalAnswers(const EvalAnswersOptions& options) {
 
 }  // namespace
 
-void AddEvalAnswersCommand(CLI::App& eval, int* exit_code) {
+void AddEvalAnswersCommand(Command eval, int* exit_code) {
   auto options = std::make_shared<EvalAnswersOptions>();
-  CLI::App* answers =
-      eval.add_subcommand("answers", "Share of questions answered right, by method");
-  answers->add_option("questions", options->files, "question files (see docs/benchmarking.md)")
-      ->type_name("QUESTIONS.json")
-      ->required();
-  answers->add_option("-m,--model", options->model, "GGUF model")->type_name("FILE")->required();
-  answers->add_option("--methods", options->methods, "method specs, separated by commas")
-      ->type_name("SPEC,SPEC...")
-      ->allow_extra_args(false)
-      ->required();
-  answers->add_option("-n,--predict", options->predict, "longest answer in tokens")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(1, 1 << 20));
+  Command answers = eval.AddCommand("answers", "Share of questions answered right, by method");
+  answers.AddOption("questions", options->files, "question files (see docs/benchmarking.md)")
+      .TypeName("QUESTIONS.json")
+      .Required();
+  answers.AddOption("-m,--model", options->model, "GGUF model").TypeName("FILE").Required();
+  answers.AddOption("--methods", options->methods, "method specs, separated by commas")
+      .TypeName("SPEC,SPEC...")
+      .OneValueEach()
+      .Required();
+  answers.AddOption("-n,--predict", options->predict, "longest answer in tokens")
+      .TypeName("N")
+      .ShowDefault()
+      .InRange(1, 1 << 20);
   answers
-      ->add_option("--question", options->question,
-                   "how a question's own tokens attend: sparse (by the method) or dense")
-      ->type_name("HOW")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"sparse", "dense"}));
-  AddMachineOptions(*answers, &options->threads, &options->backend);
-  answers->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
-  answers->add_option("--limit", options->limit, "ask only the first N questions; 0 asks all")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(0, 1 << 30));
-  answers->add_flag("--no-chat", options->no_chat, "plain text; no chat template");
-  answers->add_flag("--json", options->json, "print one JSON document with every answer");
-  answers->add_option("-o,--output", options->output, "also write the JSON document to a file")
-      ->type_name("FILE");
-  answers->callback([options, exit_code] { *exit_code = EvalAnswers(*options); });
+      .AddOption("--question", options->question,
+                 "how a question's own tokens attend: sparse (by the method) or dense")
+      .TypeName("HOW")
+      .ShowDefault()
+      .OneOf({"sparse", "dense"});
+  AddMachineOptions(answers, &options->threads, &options->backend);
+  answers.AddOption("--stats-file", options->statistics_file, kStatsFileHelp).TypeName("FILE");
+  answers.AddOption("--limit", options->limit, "ask only the first N questions; 0 asks all")
+      .TypeName("N")
+      .ShowDefault()
+      .InRange(0, 1 << 30);
+  answers.AddFlag("--no-chat", options->no_chat, "plain text; no chat template");
+  answers.AddFlag("--json", options->json, "print one JSON document with every answer");
+  answers.AddOption("-o,--output", options->output, "also write the JSON document to a file")
+      .TypeName("FILE");
+  answers.OnRun([options, exit_code] { *exit_code = EvalAnswers(*options); });
 }
 
 }  // namespace fathom::cli

@@ -7,7 +7,7 @@
 #pragma once
 
 #include <cstdint>
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 
@@ -70,6 +70,6 @@ struct EvalReport {
 std::string EvalTables(const EvalReport& report);
 nlohmann::json EvalJson(const EvalReport& report, const EvalAnswersOptions& options);
 
-void AddEvalAnswersCommand(CLI::App& eval, int* exit_code);
+void AddEvalAnswersCommand(Command eval, int* exit_code);
 
 }  // namespace fathom::cli

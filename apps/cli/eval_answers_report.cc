@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "eval_answers.h"
 #include "eval_score.h"

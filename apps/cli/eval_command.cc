@@ -6,11 +6,11 @@
 
 namespace fathom::cli {
 
-void AddEvalCommand(CLI::App& app, int* exit_code) {
-  CLI::App* eval = app.add_subcommand("eval", "Measure quality");
-  eval->require_subcommand(1);
-  AddEvalAnswersCommand(*eval, exit_code);
-  AddEvalErrorCommand(*eval, exit_code);
+void AddEvalCommand(Command app, int* exit_code) {
+  Command eval = app.AddCommand("eval", "Measure quality");
+  eval.RequireCommand();
+  AddEvalAnswersCommand(eval, exit_code);
+  AddEvalErrorCommand(eval, exit_code);
 }
 
 }  // namespace fathom::cli

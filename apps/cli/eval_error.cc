@@ -182,59 +182,55 @@ int EvalError(const EvalErrorOptions& options) {
   }
   Work work = Prepare(options);
   const std::vector<ErrorRun> runs = Execute(&work, options.statistics_file);
-  // Paths need not be UTF-8; JSON must be.
-  const std::string json =
-      Document(options, work, runs).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-      "\n";
+  const std::string json = JsonText(Document(options, work, runs));
   if (!options.output.empty()) WriteText(options.output, json);
   if (!options.svg.empty()) WriteText(options.svg, RenderSvg(ErrorFigure(runs)));
   WriteOut(options.json ? json : Tables(work, runs));
   return Interrupted() ? kExitInterrupted : kExitOk;
 }
 
-void AddRunOptions(CLI::App* error, EvalErrorOptions* options) {
-  AddMachineOptions(*error, &options->threads, &options->backend);
-  error->add_flag("--json", options->json, "print one JSON document (see docs/format.md)");
-  error->add_option("-o,--output", options->output, "also write the JSON document to a file")
-      ->type_name("FILE");
-  error->add_option("--svg", options->svg, "also draw error over read bits")->type_name("FILE");
+void AddRunOptions(Command error, EvalErrorOptions* options) {
+  AddMachineOptions(error, &options->threads, &options->backend);
+  error.AddFlag("--json", options->json, "print one JSON document (see docs/format.md)");
+  error.AddOption("-o,--output", options->output, "also write the JSON document to a file")
+      .TypeName("FILE");
+  error.AddOption("--svg", options->svg, "also draw error over read bits").TypeName("FILE");
 }
 
-void AddProtocolOptions(CLI::App* error, EvalErrorOptions* options) {
+void AddProtocolOptions(Command error, EvalErrorOptions* options) {
   error
-      ->add_option("--layers", options->layers,
-                   "layers of the model, e.g. 0,3-5; all of the capture if left out")
-      ->type_name("LIST");
-  error->add_option("--every", options->every, "measure every N-th of the capture's positions")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(1, 1 << 30));
+      .AddOption("--layers", options->layers,
+                 "layers of the model, e.g. 0,3-5; all of the capture if left out")
+      .TypeName("LIST");
+  error.AddOption("--every", options->every, "measure every N-th of the capture's positions")
+      .TypeName("N")
+      .ShowDefault()
+      .InRange(1, 1 << 30);
   error
-      ->add_option(
-          "--freeze", options->freeze,
-          "share of the context at which statistics, basis and steps are frozen, e.g. 0.5; "
-          "0: at the first measured position")
-      ->type_name("SHARE")
-      ->capture_default_str()
-      ->check(InRange(0.0, 1.0));
+      .AddOption("--freeze", options->freeze,
+                 "share of the context at which statistics, basis and steps are frozen, e.g. 0.5; "
+                 "0: at the first measured position")
+      .TypeName("SHARE")
+      .ShowDefault()
+      .InRange(0.0, 1.0);
   error
-      ->add_option("--metric", options->metric,
-                   "scaled (the model's 1/sqrt(D)) or unscaled (as some published tables)")
-      ->type_name("NAME")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"scaled", "unscaled"}));
+      .AddOption("--metric", options->metric,
+                 "scaled (the model's 1/sqrt(D)) or unscaled (as some published tables)")
+      .TypeName("NAME")
+      .ShowDefault()
+      .OneOf({"scaled", "unscaled"});
   error
-      ->add_option("--fit", options->fit,
-                   "queries that the residual is fitted on: earlier, or the first half of the "
-                   "measured ones")
-      ->type_name("NAME")
-      ->capture_default_str()
-      ->check(CLI::IsMember({"earlier", "measured"}));
+      .AddOption("--fit", options->fit,
+                 "queries that the residual is fitted on: earlier, or the first half of the "
+                 "measured ones")
+      .TypeName("NAME")
+      .ShowDefault()
+      .OneOf({"earlier", "measured"});
   error
-      ->add_option("--qk-norm", options->qk_norm,
-                   "yes or no: has the model QK-norm? decides basis=auto; default: as captured")
-      ->type_name("yes|no")
-      ->check(CLI::IsMember({"yes", "no"}));
+      .AddOption("--qk-norm", options->qk_norm,
+                 "yes or no: has the model QK-norm? decides basis=auto; default: as captured")
+      .TypeName("yes|no")
+      .OneOf({"yes", "no"});
 }
 
 }  // namespace
@@ -277,42 +273,42 @@ std::vector<std::string> WithBasis(std::vector<std::string> specs, const std::st
   return specs;
 }
 
-void AddEvalErrorCommand(CLI::App& eval, int* exit_code) {
+void AddEvalErrorCommand(Command eval, int* exit_code) {
   auto options = std::make_shared<EvalErrorOptions>();
-  CLI::App* error = eval.add_subcommand(
+  Command error = eval.AddCommand(
       "error", "Error of the attention output against dense attention, by method, on captures");
-  error->add_option("captures", options->captures, "captures (see fathom capture)")
-      ->type_name("CAPTURE");
-  CLI::Option* preset = error
-                            ->add_option("--preset", options->preset,
-                                         "a named list of methods; --preset list shows the names")
-                            ->type_name("NAME")
-                            ->capture_default_str();
+  error.AddOption("captures", options->captures, "captures (see fathom capture)")
+      .TypeName("CAPTURE");
+  const Option preset = error
+                            .AddOption("--preset", options->preset,
+                                       "a named list of methods; --preset list shows the names")
+                            .TypeName("NAME")
+                            .ShowDefault();
   error
-      ->add_option("--methods", options->methods,
-                   "method specs, separated by commas; default: those of the preset")
-      ->type_name("SPEC,SPEC...")
-      ->allow_extra_args(false)
-      ->excludes(preset);
+      .AddOption("--methods", options->methods,
+                 "method specs, separated by commas; default: those of the preset")
+      .TypeName("SPEC,SPEC...")
+      .OneValueEach()
+      .Excludes(preset);
   error
-      ->add_option("--k", options->k,
-                   "tokens per query head, as numbers or shares of the context, e.g. 128,1.6%; "
-                   "default: 0.4%,1.6%,6%, less those below 37 tokens")
-      ->type_name("K,K...")
-      ->delimiter(',')
-      ->allow_extra_args(false);
+      .AddOption("--k", options->k,
+                 "tokens per query head, as numbers or shares of the context, e.g. 128,1.6%; "
+                 "default: 0.4%,1.6%,6%, less those below 37 tokens")
+      .TypeName("K,K...")
+      .SeparatedBy(',')
+      .OneValueEach();
   error
-      ->add_option("--basis", options->basis,
-                   "basis of all methods that have one and whose spec does not say")
-      ->type_name("NAME")
-      ->check(CLI::IsMember({"raw", "klt", "balanced"}));
+      .AddOption("--basis", options->basis,
+                 "basis of all methods that have one and whose spec does not say")
+      .TypeName("NAME")
+      .OneOf({"raw", "klt", "balanced"});
   error
-      ->add_option("--stats-file", options->statistics_file,
-                   "statistics of a file instead of the captures' own")
-      ->type_name("FILE");
+      .AddOption("--stats-file", options->statistics_file,
+                 "statistics of a file instead of the captures' own")
+      .TypeName("FILE");
   AddProtocolOptions(error, options.get());
   AddRunOptions(error, options.get());
-  error->callback([options, exit_code] { *exit_code = EvalError(*options); });
+  error.OnRun([options, exit_code] { *exit_code = EvalError(*options); });
 }
 
 }  // namespace fathom::cli

@@ -42,6 +42,6 @@ std::vector<std::int64_t> ParseK(const std::vector<std::string>& texts, std::int
 // The specs with basis=BASIS added where the method has that option and the spec does not give it.
 std::vector<std::string> WithBasis(std::vector<std::string> specs, const std::string& basis);
 
-void AddEvalErrorCommand(CLI::App& eval, int* exit_code);
+void AddEvalErrorCommand(Command eval, int* exit_code);
 
 }  // namespace fathom::cli

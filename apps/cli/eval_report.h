@@ -2,7 +2,7 @@
 // What `fathom eval error` prints and writes: tables, JSON (docs/format.md, "Error report"), plot.
 #pragma once
 
-#include <nlohmann/json.hpp>
+#include <nlohmann/json_fwd.hpp>
 #include <string>
 #include <vector>
 

@@ -164,23 +164,22 @@ int Info(const InfoOptions& options) {
     json["model"] = ModelJson(model->info());
     json["memory"] = MemoryJson(model->info(), method, contexts);
   }
-  std::printf("%s\n", json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  WriteOut(JsonText(json));
   return kExitOk;
 }
 
 }  // namespace
 
-void AddInfoCommand(CLI::App& app, int* exit_code) {
+void AddInfoCommand(Command app, int* exit_code) {
   auto options = std::make_shared<InfoOptions>();
-  CLI::App* info =
-      app.add_subcommand("info", "Describe the machine, the backends, the methods and a model");
-  info->add_option("-m,--model", options->model, "GGUF model");
-  info->add_option("-c,--ctx-size", options->contexts, "session lengths to size, e.g. 32k,128k")
-      ->delimiter(',');
-  info->add_option("--method", options->method, "method spec whose index is sized")
-      ->capture_default_str();
-  info->add_flag("--json", options->json, "print one JSON document");
-  info->callback([options, exit_code] { *exit_code = Info(*options); });
+  Command info =
+      app.AddCommand("info", "Describe the machine, the backends, the methods and a model");
+  info.AddOption("-m,--model", options->model, "GGUF model");
+  info.AddOption("-c,--ctx-size", options->contexts, "session lengths to size, e.g. 32k,128k")
+      .SeparatedBy(',');
+  info.AddOption("--method", options->method, "method spec whose index is sized").ShowDefault();
+  info.AddFlag("--json", options->json, "print one JSON document");
+  info.OnRun([options, exit_code] { *exit_code = Info(*options); });
 }
 
 }  // namespace fathom::cli

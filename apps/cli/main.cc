@@ -13,22 +13,6 @@
 
 namespace {
 
-// The parser's own message for an unknown command does not name it. Returns the command's words,
-// "fathom run".
-std::string CheckCommand(const CLI::App& app, int argc, char** argv) {
-  const auto commands = app.get_subcommands([](const CLI::App*) { return true; });
-  if (commands.empty() || argc < 2 || argv[1][0] == '-') return app.get_name();
-  std::string valid;
-  for (const CLI::App* command : commands) {
-    if (command->get_name() == argv[1]) {
-      return app.get_name() + " " + CheckCommand(*command, argc - 1, argv + 1);
-    }
-    valid += (valid.empty() ? "" : ", ") + command->get_name();
-  }
-  throw fathom::Error(fathom::ErrorCode::kUsage,
-                      "unknown command '" + std::string(argv[1]) + "'; valid: " + valid);
-}
-
 // Threads that wait at a barrier spin before they sleep. libgomp's default spins so long that, on a
 // machine of few processors that other programs use too, waiting threads burn the time that the
 // working ones need: decode falls from hundreds of tokens per second to a few. A short spin costs
@@ -44,27 +28,20 @@ void BoundSpinning(char** argv) {
 }
 
 int Run(int argc, char** argv) {
-  CLI::App app("Fathom: decode long contexts by reading only the key bits a query needs", "fathom");
-  app.set_version_flag("--version", "fathom " FATHOM_VERSION);
-  app.require_subcommand(1);
+  fathom::cli::CommandLine line(
+      "fathom", "Fathom: decode long contexts by reading only the key bits a query needs");
+  line.SetVersion("fathom " FATHOM_VERSION);
+  const fathom::cli::Command program = line.root();
+  program.RequireCommand();
   int exit_code = fathom::cli::kExitOk;
-  fathom::cli::AddRunCommand(app, &exit_code);
-  fathom::cli::AddInfoCommand(app, &exit_code);
-  fathom::cli::AddBenchCommand(app, &exit_code);
-  fathom::cli::AddCaptureCommand(app, &exit_code);
-  fathom::cli::AddCalibrateCommand(app, &exit_code);
-  fathom::cli::AddEvalCommand(app, &exit_code);
-  fathom::cli::AddSessionCommand(app, &exit_code);
-  const std::string command = CheckCommand(app, argc, argv);
-  app.failure_message([&command](const CLI::App* /*app*/, const CLI::Error& error) {
-    return "fathom: " + std::string(error.what()) + "; see " + command + " --help\n";
-  });
-  try {
-    app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    // Help and version are "errors" with code 0 here.
-    return app.exit(error) == 0 ? fathom::cli::kExitOk : fathom::cli::kExitUsage;
-  }
+  fathom::cli::AddRunCommand(program, &exit_code);
+  fathom::cli::AddInfoCommand(program, &exit_code);
+  fathom::cli::AddBenchCommand(program, &exit_code);
+  fathom::cli::AddCaptureCommand(program, &exit_code);
+  fathom::cli::AddCalibrateCommand(program, &exit_code);
+  fathom::cli::AddEvalCommand(program, &exit_code);
+  fathom::cli::AddSessionCommand(program, &exit_code);
+  line.Run(argc, argv);
   return exit_code;
 }
 

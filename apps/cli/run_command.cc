@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <memory>
+#include <nlohmann/json.hpp>
 
 #include "common.h"
 #include "progress.h"
@@ -295,9 +296,7 @@ int Run(const RunOptions& options) {
   const RunReport report = Execute(options);
   if (options.device == "cuda") std::fputs(DecodeAttentionText(report).c_str(), stderr);
   if (options.json) {
-    // Bytes that are not UTF-8 can stand in an answer; JSON cannot hold them.
-    WriteOut(ReportJson(report).dump(2, ' ', false, nlohmann::json::error_handler_t::replace) +
-             "\n");
+    WriteOut(JsonText(ReportJson(report)));
   } else {
     if (report.runs.size() > 1) WriteOut("\n" + ComparisonText(report));
     // Standard output holds the answers alone, so that they can be piped.
@@ -316,71 +315,68 @@ int Run(const RunOptions& options) {
   return report.interrupted ? kExitInterrupted : kExitOk;
 }
 
-void AddSessionOptions(CLI::App& run, RunOptions* options) {
-  run.add_option("--session", options->session,
-                 "keep everything on disk under this name, and go on from what is there")
-      ->type_name("NAME");
+void AddSessionOptions(Command run, RunOptions* options) {
+  run.AddOption("--session", options->session,
+                "keep everything on disk under this name, and go on from what is there")
+      .TypeName("NAME");
   AddSessionFolderOption(run, &options->session_dir);
-  run.add_option("--session-budget", options->session_budget,
-                 "most bytes of all sessions, as 20G; those unused for longest go first")
-      ->type_name("SIZE");
-  run.add_option("--session-checkpoint", options->session_checkpoint,
-                 "save a prefill every so many seconds")
-      ->type_name("S")
-      ->capture_default_str()
-      ->check(InRange(0, 1 << 20));
-  run.add_flag("--session-replace", options->session_replace,
-               "where the document differs from the session, the document wins");
+  run.AddOption("--session-budget", options->session_budget,
+                "most bytes of all sessions, as 20G; those unused for longest go first")
+      .TypeName("SIZE");
+  run.AddOption("--session-checkpoint", options->session_checkpoint,
+                "save a prefill every so many seconds")
+      .TypeName("S")
+      .ShowDefault()
+      .InRange(0, 1 << 20);
+  run.AddFlag("--session-replace", options->session_replace,
+              "where the document differs from the session, the document wins");
 }
 
 }  // namespace
 
-void AddRunCommand(CLI::App& app, int* exit_code) {
+void AddRunCommand(Command app, int* exit_code) {
   auto options = std::make_shared<RunOptions>();
-  CLI::App* run = app.add_subcommand("run", "Answer questions about a document, or continue it");
-  AddSessionOptions(*run, options.get());
-  run->add_option("-m,--model", options->model, "GGUF model, required")->type_name("FILE");
-  run->add_option("-f,--file", options->file, "document; - reads standard input")
-      ->type_name("FILE");
-  run->add_option("-p,--prompt", options->prompts,
-                  "question or instruction; repeat for several about one document")
-      ->type_name("TEXT")
-      ->allow_extra_args(false);
-  run->add_option("-c,--ctx-size", options->ctx_size,
-                  "context in tokens (32768 or 32k); default: what the prompts need")
-      ->type_name("N");
-  run->add_option("-n,--predict", options->predict, "longest answer in tokens")
-      ->type_name("N")
-      ->capture_default_str()
-      ->check(InRange(1, 1 << 20));
-  AddMachineOptions(*run, &options->threads, &options->backend);
-  AddDeviceOptions(*run, &options->device, &options->decode_attention);
-  run->add_option("--method", options->method, "method spec (see fathom info)")
-      ->type_name("SPEC")
-      ->capture_default_str();
-  run->add_option("--compare", options->compare, "second method spec, from the same prefill")
-      ->type_name("SPEC");
-  run->add_option("--stats-file", options->statistics_file, kStatsFileHelp)->type_name("FILE");
-  run->add_option("--temp", options->sampling.temperature, "temperature; 0 is greedy")
-      ->type_name("T")
-      ->capture_default_str()
-      ->check(InRange(0.0, 100.0));
-  run->add_option("--top-k", options->sampling.top_k, "sample among the best K; 0 is off")
-      ->type_name("K")
-      ->capture_default_str()
-      ->check(InRange(0, 1 << 20));
-  run->add_option("--top-p", options->sampling.top_p, "sample within this probability; 1 is off")
-      ->type_name("P")
-      ->capture_default_str()
-      ->check(InRange(0.0, 1.0));
-  run->add_option("--seed", options->sampling.seed, "random seed")
-      ->type_name("N")
-      ->capture_default_str();
-  run->add_flag("--no-chat", options->no_chat, "continue the text; no chat template");
-  run->add_flag("--stats", options->stats, "show a table of speeds and bytes on standard error");
-  run->add_flag("--json", options->json, "print one JSON document instead of text");
-  run->callback([options, run, exit_code] {
-    options->method_given = run->count("--method") > 0;
+  Command run = app.AddCommand("run", "Answer questions about a document, or continue it");
+  AddSessionOptions(run, options.get());
+  run.AddOption("-m,--model", options->model, "GGUF model, required").TypeName("FILE");
+  run.AddOption("-f,--file", options->file, "document; - reads standard input").TypeName("FILE");
+  run.AddOption("-p,--prompt", options->prompts,
+                "question or instruction; repeat for several about one document")
+      .TypeName("TEXT")
+      .OneValueEach();
+  run.AddOption("-c,--ctx-size", options->ctx_size,
+                "context in tokens (32768 or 32k); default: what the prompts need")
+      .TypeName("N");
+  run.AddOption("-n,--predict", options->predict, "longest answer in tokens")
+      .TypeName("N")
+      .ShowDefault()
+      .InRange(1, 1 << 20);
+  AddMachineOptions(run, &options->threads, &options->backend);
+  AddDeviceOptions(run, &options->device, &options->decode_attention);
+  run.AddOption("--method", options->method, "method spec (see fathom info)")
+      .TypeName("SPEC")
+      .ShowDefault();
+  run.AddOption("--compare", options->compare, "second method spec, from the same prefill")
+      .TypeName("SPEC");
+  run.AddOption("--stats-file", options->statistics_file, kStatsFileHelp).TypeName("FILE");
+  run.AddOption("--temp", options->sampling.temperature, "temperature; 0 is greedy")
+      .TypeName("T")
+      .ShowDefault()
+      .InRange(0.0, 100.0);
+  run.AddOption("--top-k", options->sampling.top_k, "sample among the best K; 0 is off")
+      .TypeName("K")
+      .ShowDefault()
+      .InRange(0, 1 << 20);
+  run.AddOption("--top-p", options->sampling.top_p, "sample within this probability; 1 is off")
+      .TypeName("P")
+      .ShowDefault()
+      .InRange(0.0, 1.0);
+  run.AddOption("--seed", options->sampling.seed, "random seed").TypeName("N").ShowDefault();
+  run.AddFlag("--no-chat", options->no_chat, "continue the text; no chat template");
+  run.AddFlag("--stats", options->stats, "show a table of speeds and bytes on standard error");
+  run.AddFlag("--json", options->json, "print one JSON document instead of text");
+  run.OnRun([options, run, exit_code] {
+    options->method_given = run.Given("--method");
     *exit_code = Run(*options);
   });
 }

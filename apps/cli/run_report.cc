@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: MIT
 #include <algorithm>
+#include <nlohmann/json.hpp>
 
 #include "common.h"
 #include "run.h"

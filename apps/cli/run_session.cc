@@ -167,12 +167,12 @@ std::int64_t ParseBytes(const std::string& text) {
   return static_cast<std::int64_t>(bytes);
 }
 
-void AddSessionFolderOption(CLI::App& command, std::string* folder) {
+void AddSessionFolderOption(Command command, std::string* folder) {
   command
-      .add_option("--session-dir", *folder,
-                  "folder of sessions; default: $FATHOM_HOME/sessions, or fathom/sessions in "
-                  "$XDG_DATA_HOME or ~/.local/share")
-      ->type_name("FOLDER");
+      .AddOption("--session-dir", *folder,
+                 "folder of sessions; default: $FATHOM_HOME/sessions, or fathom/sessions in "
+                 "$XDG_DATA_HOME or ~/.local/share")
+      .TypeName("FOLDER");
 }
 
 std::filesystem::path SessionFolderPath(const std::string& folder) {

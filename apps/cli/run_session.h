@@ -2,13 +2,13 @@
 // The part of `fathom run` that keeps its session on disk (--session).
 #pragma once
 
-#include <CLI/CLI.hpp>
 #include <cstdint>
 #include <filesystem>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "command_line.h"
 #include "fathom/fathom.h"
 #include "run.h"
 
@@ -63,7 +63,7 @@ std::vector<Token> NextTurn(const Model& model, const std::string& text, bool ch
 std::int64_t ParseBytes(const std::string& text);
 
 // --session-dir, in `run` and `session`.
-void AddSessionFolderOption(CLI::App& command, std::string* folder);
+void AddSessionFolderOption(Command command, std::string* folder);
 // The folder of that option, or the default one.
 std::filesystem::path SessionFolderPath(const std::string& folder);
 

@@ -48,20 +48,16 @@ nlohmann::json InfoJson(const StoredSessionInfo& info) {
           {"head_dim", info.heads.head_dim}};
 }
 
-std::string Print(const nlohmann::json& json) {
-  return json.dump(2, ' ', false, nlohmann::json::error_handler_t::replace) + "\n";
-}
-
 void List(const SessionFolder& folder, const SessionArguments& arguments) {
   std::vector<std::string> unreadable;
   const auto sessions = folder.List(&unreadable);
   if (arguments.json) {
     nlohmann::json list = nlohmann::json::array();
     for (const StoredSessionInfo& info : sessions) list.push_back(InfoJson(info));
-    WriteOut(Print({{"folder", folder.path().string()},
-                    {"bytes", folder.Bytes()},
-                    {"sessions", list},
-                    {"unreadable", unreadable}}));
+    WriteOut(JsonText({{"folder", folder.path().string()},
+                       {"bytes", folder.Bytes()},
+                       {"sessions", list},
+                       {"unreadable", unreadable}}));
   } else {
     Table table({"session", "tokens", "size", "shared", "last used, UTC", "in use by", "model"});
     for (const StoredSessionInfo& info : sessions) {
@@ -81,7 +77,7 @@ void List(const SessionFolder& folder, const SessionArguments& arguments) {
 
 void ShowInfo(const SessionFolder& folder, const SessionArguments& arguments) {
   const StoredSessionInfo info = folder.Info(arguments.name);
-  if (arguments.json) return WriteOut(Print(InfoJson(info)));
+  if (arguments.json) return WriteOut(JsonText(InfoJson(info)));
   const auto line = [](const char* what, const std::string& value) {
     WriteOut(std::string(what) + value + "\n");
   };
@@ -114,11 +110,11 @@ void Verify(const SessionFolder& folder, const SessionArguments& arguments) {
 using Action = std::function<void(SessionFolder&, const SessionArguments&)>;
 
 // A subcommand with its arguments; `act` runs in the folder.
-CLI::App* Add(CLI::App& session, const char* name, const char* help,
-              const std::shared_ptr<SessionArguments>& arguments, int* exit_code, Action act) {
-  CLI::App* command = session.add_subcommand(name, help);
-  AddSessionFolderOption(*command, &arguments->folder);
-  command->callback([arguments, exit_code, act = std::move(act)] {
+Command Add(Command session, const char* name, const char* help,
+            const std::shared_ptr<SessionArguments>& arguments, int* exit_code, Action act) {
+  Command command = session.AddCommand(name, help);
+  AddSessionFolderOption(command, &arguments->folder);
+  command.OnRun([arguments, exit_code, act = std::move(act)] {
     SessionFolder folder(SessionFolderPath(arguments->folder));
     act(folder, *arguments);
     *exit_code = kExitOk;
@@ -126,62 +122,62 @@ CLI::App* Add(CLI::App& session, const char* name, const char* help,
   return command;
 }
 
-void AddName(CLI::App* command, std::string* name, const char* what = "NAME") {
-  command->add_option(what, *name, "name of a session")->required();
+void AddName(Command command, std::string* name, const char* what = "NAME") {
+  command.AddOption(what, *name, "name of a session").Required();
 }
 
-void AddReading(CLI::App& session, const std::shared_ptr<SessionArguments>& a, int* exit_code) {
-  CLI::App* list = Add(session, "list", "What sessions there are", a, exit_code, List);
-  list->add_flag("--json", a->json, "print one JSON document instead of a table");
-  CLI::App* info = Add(session, "info", "What one session is", a, exit_code, ShowInfo);
+void AddReading(Command session, const std::shared_ptr<SessionArguments>& a, int* exit_code) {
+  Command list = Add(session, "list", "What sessions there are", a, exit_code, List);
+  list.AddFlag("--json", a->json, "print one JSON document instead of a table");
+  Command info = Add(session, "info", "What one session is", a, exit_code, ShowInfo);
   AddName(info, &a->name);
-  info->add_flag("--json", a->json, "print one JSON document instead of text");
+  info.AddFlag("--json", a->json, "print one JSON document instead of text");
   AddName(
       Add(session, "verify", "Read all of a session and compare checksums", a, exit_code, Verify),
       &a->name);
-  CLI::App* out = Add(session, "export", "Write a session to one file, a tar archive", a, exit_code,
-                      [](SessionFolder& folder, const SessionArguments& arguments) {
-                        folder.Export(arguments.name, arguments.other);
-                      });
+  Command out = Add(session, "export", "Write a session to one file, a tar archive", a, exit_code,
+                    [](SessionFolder& folder, const SessionArguments& arguments) {
+                      folder.Export(arguments.name, arguments.other);
+                    });
   AddName(out, &a->name);
-  out->add_option("FILE", a->other, "file to write")->required();
+  out.AddOption("FILE", a->other, "file to write").Required();
 }
 
-void AddWriting(CLI::App& session, const std::shared_ptr<SessionArguments>& a, int* exit_code) {
-  CLI::App* fork = Add(session, "fork", "Copy a session; both share what they have in common", a,
-                       exit_code, [](SessionFolder& folder, const SessionArguments& arguments) {
-                         folder.Fork(arguments.name, arguments.other);
-                       });
+void AddWriting(Command session, const std::shared_ptr<SessionArguments>& a, int* exit_code) {
+  Command fork = Add(session, "fork", "Copy a session; both share what they have in common", a,
+                     exit_code, [](SessionFolder& folder, const SessionArguments& arguments) {
+                       folder.Fork(arguments.name, arguments.other);
+                     });
   AddName(fork, &a->name);
   AddName(fork, &a->other, "NEW");
-  CLI::App* cut = Add(session, "truncate", "Forget the end of a session", a, exit_code,
-                      [](SessionFolder& folder, const SessionArguments& arguments) {
-                        folder.Truncate(arguments.name, arguments.n_tokens);
-                      });
+  Command cut = Add(session, "truncate", "Forget the end of a session", a, exit_code,
+                    [](SessionFolder& folder, const SessionArguments& arguments) {
+                      folder.Truncate(arguments.name, arguments.n_tokens);
+                    });
   AddName(cut, &a->name);
-  cut->add_option("TOKENS", a->n_tokens, "how many tokens stay")->required();
+  cut.AddOption("TOKENS", a->n_tokens, "how many tokens stay").Required();
   AddName(Add(session, "rm", "Remove a session", a, exit_code,
               [](SessionFolder& folder, const SessionArguments& arguments) {
                 folder.Remove(arguments.name);
               }),
           &a->name);
-  CLI::App* in = Add(session, "import", "Read a session from a file that export wrote", a,
-                     exit_code, [](SessionFolder& folder, const SessionArguments& arguments) {
-                       folder.Import(arguments.other, arguments.name);
-                     });
-  in->add_option("FILE", a->other, "file to read")->required();
+  Command in = Add(session, "import", "Read a session from a file that export wrote", a, exit_code,
+                   [](SessionFolder& folder, const SessionArguments& arguments) {
+                     folder.Import(arguments.other, arguments.name);
+                   });
+  in.AddOption("FILE", a->other, "file to read").Required();
   AddName(in, &a->name);
 }
 
 }  // namespace
 
-void AddSessionCommand(CLI::App& app, int* exit_code) {
-  CLI::App* session = app.add_subcommand(
+void AddSessionCommand(Command app, int* exit_code) {
+  Command session = app.AddCommand(
       "session", "Sessions on disk: list, info, fork, truncate, rm, verify, export, import");
-  session->require_subcommand(1);
+  session.RequireCommand();
   const auto arguments = std::make_shared<SessionArguments>();
-  AddReading(*session, arguments, exit_code);
-  AddWriting(*session, arguments, exit_code);
+  AddReading(session, arguments, exit_code);
+  AddWriting(session, arguments, exit_code);
 }
 
 }  // namespace fathom::cli
