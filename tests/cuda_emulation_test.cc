@@ -345,6 +345,27 @@ TEST(CudaEmulationDeathTest, NotWaitedForWhatPrecedes) {
                "ends without having waited");
 }
 
+// What is before it may not be done then, unless the kernel before has waited first.
+TEST(CudaEmulationDeathTest, WorksBesideAnother) {
+  const auto run = [](bool waits_first) {
+    const std::function<void()> before = [=] {
+      if (!waits_first) cudaTriggerProgrammaticLaunchCompletion();
+      cudaGridDependencySynchronize();
+      if (waits_first) cudaTriggerProgrammaticLaunchCompletion();
+    };
+    const std::function<void()> beside = [] {
+      cudaTriggerProgrammaticLaunchCompletion();
+      __threadfence();
+      cudaGridDependencySynchronize();
+    };
+    for (const auto& kernel : {before, beside, beside}) {
+      Launch(nullptr, dim3(2), kThreads, 0, nullptr, kernel, /*follows=*/true);
+    }
+  };
+  run(true);
+  EXPECT_DEATH(run(false), "works beside one that has not waited first");
+}
+
 TEST(CudaEmulationDeathTest, BeyondTheEndOfMemory) {
   const DeviceArray<int> array(64);  // 256 bytes: the next page begins behind them
   EXPECT_DEATH(RunBlocks(1, [&] { array.data()[64] = 1; }), "");

@@ -339,7 +339,6 @@ TEST_F(CudaModel, SessionsAgreeWithTheCpu) {
     options.ctx_size = 1024;
     options.device = device;
     options.chunk = 256;
-    options.decode_attention = "device";
     options.method = "fathom:bits=28,k=128,min=256";
     sessions.push_back(std::make_unique<Session>(Bundled(), options));
     sessions.back()->Prefill(std::span(tokens).first(650));
@@ -354,6 +353,8 @@ TEST_F(CudaModel, SessionsAgreeWithTheCpu) {
     expect_agree();
   }
   for (const auto& session : sessions) EXPECT_GT(session->method().counters().sparse_calls, 0);
+  EXPECT_EQ(sessions[0]->decode_attention(), "cpu");
+  EXPECT_EQ(sessions[1]->decode_attention(), "device");
 }
 
 // What the model is sure of it says on both.
@@ -425,9 +426,8 @@ TEST_F(CudaCli, AnswersOnTheDevice) {
   const std::string reason = CudaReason();
   if (!reason.empty()) GTEST_SKIP() << reason;
   const std::string document = Write("note.txt", kNote);
-  const test::ProgramResult result =
-      Run("run -m " + test::Quoted(kBundled) + " -f " + document + " -p '" + kQuestion +
-          "' --no-chat -n 8 --device cuda --decode-attention device");
+  const test::ProgramResult result = Run("run -m " + test::Quoted(kBundled) + " -f " + document +
+                                         " -p '" + kQuestion + "' --no-chat -n 8 --device cuda");
   EXPECT_EQ(result.code, 0) << result.err;
   EXPECT_NE(result.out.find(kAnswer), std::string::npos) << result.out;
   EXPECT_NE(result.err.find("decode attended on the GPU for 7 of 7 tokens, last on device"),

@@ -64,8 +64,8 @@ struct StepStage {
   double gpu_ms = 0;  // median per step, by events; over all layers
 };
 
-// dense: all that is not attention; gather: index over the link; rows: winners over the link;
-// select: with the union of winners; other: what is left of the step.
+// dense: all that is not attention; gather: index over the link; rows: winners over the link; both
+// with what runs beside them; select: with the union of winners; other: what is left of the step.
 inline constexpr std::string_view kStepStages[] = {"dense",  "plan", "gather", "scan",
                                                    "select", "rows", "attend", "other"};
 

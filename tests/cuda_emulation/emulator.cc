@@ -98,7 +98,7 @@ class Block {
   }
 
   void RunGrid(dim3 grid, int threads, std::size_t shared, const std::function<void()>& body,
-               bool follows);
+               bool follows, cudaStream_t stream);
 
   Votes Sync(bool vote);
   const std::uint64_t* Exchange(std::uint64_t value);
@@ -108,6 +108,12 @@ class Block {
   Warp& warp() { return warps_[static_cast<std::size_t>(current_ / 32)]; }
   bool HasWaited() { return fiber().waited; }
   void WaitForPrevious() { fiber().waited = true; }
+  void LetNextBegin() { n_waited_first_ += fiber().waited ? 1 : 0; }
+  void WorkBeside() {
+    if (fiber().waited) return;
+    works_beside_ = true;
+    if (!lets_beside_[stream_]) Fail("a kernel works beside one that has not waited first");
+  }
   bool DrawsOne() { return random_() % 4 == 0; }
   unsigned char* dynamic() const { return dynamic_; }
   std::size_t dynamic_bytes() const { return dynamic_bytes_; }
@@ -141,6 +147,10 @@ class Block {
   void* scheduler_stack_ = nullptr;
   const std::function<void()>* body_ = nullptr;
   bool follows_ = false;
+  cudaStream_t stream_ = nullptr;
+  std::int64_t n_waited_first_ = 0;  // threads that then let the next one begin
+  bool works_beside_ = false;
+  std::unordered_map<cudaStream_t, bool> lets_beside_;  // the last kernel of a stream
   std::vector<Fiber> fibers_;
   std::vector<Warp> warps_;
   int current_ = 0;
@@ -245,11 +255,14 @@ void Block::Run(int threads) {
 }
 
 void Block::RunGrid(dim3 grid, int threads, std::size_t shared, const std::function<void()>& body,
-                    bool follows) {
+                    bool follows, cudaStream_t stream) {
   gridDim = grid;
   blockDim = dim3(static_cast<unsigned>(threads));
   body_ = &body;
   follows_ = follows;
+  stream_ = stream;
+  n_waited_first_ = 0;
+  works_beside_ = false;
   dynamic_bytes_ = (shared + kSharedAlignment - 1) / kSharedAlignment * kSharedAlignment;
   dynamic_ = shared_end_ - dynamic_bytes_;
   for (unsigned z = 0; z < grid.z; ++z) {
@@ -260,6 +273,8 @@ void Block::RunGrid(dim3 grid, int threads, std::size_t shared, const std::funct
       }
     }
   }
+  const std::int64_t all = std::int64_t{threads} * grid.x * grid.y * grid.z;
+  lets_beside_[stream] = works_beside_ || n_waited_first_ == all;
 }
 
 void Block::ReleaseBarrier() {
@@ -347,13 +362,15 @@ void Launch(const void* kernel, dim3 grid, int threads, std::size_t shared, cuda
   }
   if (threads % 32 != 0) Fail("blocks of %d threads are not emulated", threads);
   Enqueue(stream, [=, work = std::move(body)] {
-    Block::Get().RunGrid(grid, threads, shared, work, follows);
+    Block::Get().RunGrid(grid, threads, shared, work, follows, stream);
   });
 }
 
 bool DrawsOne() { return Block::Get().DrawsOne(); }
 Votes SyncBlock(bool vote) { return Block::Get().Sync(vote); }
 void WaitForPrevious() { Block::Get().WaitForPrevious(); }
+void LetNextBegin() { Block::Get().LetNextBegin(); }
+void WorkBeside() { Block::Get().WorkBeside(); }
 void MaybeYield() { Block::Get().MaybeYield(); }
 const std::uint64_t* Exchange(std::uint64_t value) { return Block::Get().Exchange(value); }
 

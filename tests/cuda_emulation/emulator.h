@@ -85,7 +85,11 @@ struct Votes {
 };
 
 Votes SyncBlock(bool vote);
-void WaitForPrevious();  // that is, for what precedes the kernel
+// Of kernels launched to follow others: waits for what precedes the kernel; lets what follows
+// begin; works without having waited, which the kernel before must have allowed by waiting first.
+void WaitForPrevious();
+void LetNextBegin();
+void WorkBeside();
 // Lets other threads run, now and then: called where a kernel may see what they do.
 void MaybeYield();
 // What each lane of the warp gave, once all have. Valid until this lane's next exchange.
@@ -190,7 +194,7 @@ cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel* /*kern
   return cudaSuccess;
 }
 
-inline void __threadfence() { fathom::emulation::MaybeYield(); }
+inline void __threadfence() { fathom::emulation::WorkBeside(); }
 inline void __syncthreads() { fathom::emulation::SyncBlock(false); }
 inline int __syncthreads_count(int p) { return fathom::emulation::SyncBlock(p != 0).count; }
 inline int __syncthreads_or(int p) { return fathom::emulation::SyncBlock(p != 0).any; }
@@ -246,7 +250,7 @@ T __reduce_or_sync(unsigned, T value) {
   return fathom::emulation::Reduce(value, [](T a, T b) { return a | b; });
 }
 
-inline void cudaTriggerProgrammaticLaunchCompletion() {}
+inline void cudaTriggerProgrammaticLaunchCompletion() { fathom::emulation::LetNextBegin(); }
 inline void cudaGridDependencySynchronize() { fathom::emulation::WaitForPrevious(); }
 
 template <typename T>

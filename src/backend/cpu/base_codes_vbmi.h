@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: MIT
-// The words of scan_base_*_impl.h in AVX-512 VBMI, beside those of simd_avx512.h: codes of block
-// means four channels to a doubleword, and what their sums need. Included once, inside the
-// anonymous namespace of a kernel set. tests/support/base_codes_portable.h is the same in portable
-// code.
+// The words of scan_base_plan_impl.h and scan_base_wide_impl.h in AVX-512 VBMI, beside those of
+// simd_avx512.h: codes of block means four channels to a doubleword, and what their sums need.
+// Included once, inside the anonymous namespace of a kernel set.
 //
 // row: where the codes of four channels begin, bytes from `side`; left: bytes of these rows that
 // may be read.

@@ -57,7 +57,7 @@ struct ScanSumsArgs {
   const std::uint8_t* side;       // [side_bytes] what scan_base will read after this, or null
   std::int64_t side_bytes;
   std::int32_t segment_blocks;
-  std::int32_t first;
+  std::int32_t first;  // block, even
   std::int32_t count;
   std::int32_t group;
   std::uint8_t* sums;
@@ -82,7 +82,7 @@ struct ScanBaseArgs {
   const std::uint8_t* side;
   std::int32_t segment_blocks;
   std::int32_t mean_bits;
-  std::int32_t first;
+  std::int32_t first;  // block, even
   std::int32_t count;
   std::int32_t group;
   std::int32_t n_active;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cassert>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -47,7 +48,10 @@ class MeanScanner {
   // be scanned after it, or null.
   void Run(const ScanTable& table, const SegmentView& segment, const SegmentView* next,
            std::int32_t first, std::int32_t count, const Out& out) {
+    assert(first % 2 == 0);
     Prepare(table);
+    const bool ends = first + count == segment.n_blocks;
+    const std::uint8_t* ahead = next != nullptr && ends ? next->side : nullptr;
     // Means that the call before has not fetched are fetched while the planes are summed.
     const bool whole = count == shape_.segment_blocks && segment.side != fetched_side_;
     const ScanSumsArgs sums = {plan_,
@@ -75,10 +79,11 @@ class MeanScanner {
                                table.constant.data(),
                                out.base,
                                out.base_stride,
-                               next == nullptr ? nullptr : next->side,
+                               ahead,
                                shape_.side_bytes};
     kernels_.scan_base(&base);
-    fetched_side_ = kernels_.scan_base_plan != nullptr ? base.ahead : nullptr;
+    const bool fetches = kernels_.scan_base_plan != nullptr && !table.channel.empty();
+    fetched_side_ = fetches ? ahead : nullptr;
   }
 
  private:

@@ -90,7 +90,8 @@ FATHOM_INLINE __m128i LoadLane(const unsigned char* p) {
 }
 
 // Indices of eight blocks for one group of planes, of pairs of blocks that begin before the n-th.
-// Their number in the segment is even, so that its buffer has both of a pair.
+// The first one's number in the segment is even, as is the number of blocks that its buffer has, so
+// that both of a pair can be read.
 FATHOM_INLINE void WideIndices(const unsigned char* words, const std::int64_t* offset, int n,
                                Bytes* index) {
   // Byte 8 b + 7 - i of the first block comes from byte b of lane i; lanes 4 and 5 are those of the

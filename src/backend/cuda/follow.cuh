@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: MIT
 // Kernels of a step begin while the one before still runs (programmatic dependent launch), so that
 // a chain of short ones does not pay for the start of each. LaunchFollower launches such a kernel;
-// first in it every thread calls Follow.
+// first in it every thread calls Follow, or one of what else is here.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -38,13 +38,16 @@ __device__ inline void FollowAndLetRunBeside() {
   WaitForPrevious();
   LetNextBegin();
 }
-// All of a kernel that may run beside the one before it, if that one called the above and neither
-// touches what the other writes.
+// All of a kernel that may run beside the one before it, if that one called the above, or runs
+// beside one itself, and neither touches what the other writes. Data of earlier kernels is seen
+// because they have ended, which writes it to the second-level cache, before this one's blocks
+// exist, and the fence drops what the first-level cache has of it; PTX itself promises this only
+// behind WaitForPrevious.
 template <typename Work>
 __device__ inline void RunBeside(bool beside, const Work& work) {
   LetNextBegin();
   if (beside) {
-    __threadfence();  // so that nothing older is read from the first-level cache
+    __threadfence();
   } else {
     WaitForPrevious();
   }
