@@ -32,6 +32,7 @@ int RunError(const std::string& arguments, std::string* out = nullptr) {
   std::istringstream stream(arguments);
   for (std::string word; stream >> word;) words.push_back(word);
   std::vector<const char*> argv;
+  argv.reserve(words.size());
   for (const std::string& word : words) argv.push_back(word.c_str());
   testing::internal::CaptureStdout();
   try {
