@@ -53,11 +53,11 @@ class MeanScanner {
     const bool ends = first + count == segment.n_blocks;
     const std::uint8_t* ahead = next != nullptr && ends ? next->side : nullptr;
     // Means that the call before has not fetched are fetched while the planes are summed.
-    const bool whole = count == shape_.segment_blocks && segment.side != fetched_side_;
+    const bool fetch_side = count == shape_.segment_blocks && segment.side != fetched_side_;
     const ScanSumsArgs sums = {plan_,
                                segment.planes,
                                next == nullptr ? nullptr : next->planes,
-                               whole ? segment.side : nullptr,
+                               fetch_side ? segment.side : nullptr,
                                shape_.side_bytes,
                                shape_.segment_blocks,
                                first,

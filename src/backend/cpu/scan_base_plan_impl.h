@@ -27,8 +27,8 @@ constexpr int BaseQuads(int n_active) { return (n_active + kBaseQuad - 1) / kBas
 struct WeightDigits {
   static constexpr int kMost =
       kMaxHeadDim * kMaxGroup + kBaseHeads;  // four may be read at the last
+  // The third is 0 where two, -32896 .. 32639, hold the weight.
   std::int8_t digit[kDigits][kMost];
-  std::uint8_t large[kMost];  // 1 where two digits, -32896 .. 32639, do not hold the weight
 };
 
 void SplitWeights(const ScanBasePlanArgs& a, WeightDigits* out) {
@@ -36,7 +36,6 @@ void SplitWeights(const ScanBasePlanArgs& a, WeightDigits* out) {
   std::int8_t* __restrict low = out->digit[0];
   std::int8_t* __restrict middle = out->digit[1];
   std::int8_t* __restrict high = out->digit[2];
-  std::uint8_t* __restrict large = out->large;
   const int n = a.n_active * a.group;
   for (int i = 0; i < n; ++i) {
     const std::int32_t w = weight[i];
@@ -44,7 +43,6 @@ void SplitWeights(const ScanBasePlanArgs& a, WeightDigits* out) {
     low[i] = static_cast<std::int8_t>(w);
     middle[i] = static_cast<std::int8_t>(w1);
     high[i] = static_cast<std::int8_t>(w2);
-    large[i] = w2 != 0 ? 1 : 0;
   }
   for (int i = n; i < n + kBaseHeads; ++i) low[i] = middle[i] = high[i] = 0;
 }
@@ -61,8 +59,8 @@ struct BaseOrder {
 void OrderChannels(const ScanBasePlanArgs& a, const WeightDigits& digits, BaseOrder* order,
                    std::int32_t* row) {
   const auto is_large = [&](int c) {
-    std::uint8_t any = 0;
-    for (int h = 0; h < a.group; ++h) any |= digits.large[c * a.group + h];
+    int any = 0;
+    for (int h = 0; h < a.group; ++h) any |= digits.digit[kDigits - 1][c * a.group + h];
     return any != 0;
   };
   std::int16_t others[kMaxHeadDim];

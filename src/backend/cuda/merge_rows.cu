@@ -205,11 +205,8 @@ __global__ void __launch_bounds__(kThreads, 1) MergeKernel(const __grid_constant
 void Merge(const MergeParts& a, cudaStream_t stream) {
   if (a.n_heads <= 0) return;
   const auto lists = static_cast<unsigned>(a.n_heads * a.group);
-  if (a.head_dim <= 128) {
-    LaunchFollower("MergeKernel", MergeKernel<1>, lists, kThreads, 0, stream, a);
-  } else {
-    LaunchFollower("MergeKernel", MergeKernel<2>, lists, kThreads, 0, stream, a);
-  }
+  LaunchFollower("MergeKernel", a.head_dim <= 128 ? MergeKernel<1> : MergeKernel<2>, lists,
+                 kThreads, 0, stream, a);
 }
 
 }  // namespace fathom::cuda

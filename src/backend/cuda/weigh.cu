@@ -257,11 +257,8 @@ void Weigh(const WeighBlocks& a, cudaStream_t stream) {
     LaunchForGroup<32>(a, stream);
   }
   const auto lists = static_cast<unsigned>(a.n_heads * a.group);
-  if (a.head_dim <= 128) {
-    LaunchFollower("JoinKernel", JoinKernel<1>, lists, kJoinThreads, 0, stream, a);
-  } else {
-    LaunchFollower("JoinKernel", JoinKernel<2>, lists, kJoinThreads, 0, stream, a);
-  }
+  LaunchFollower("JoinKernel", a.head_dim <= 128 ? JoinKernel<1> : JoinKernel<2>, lists,
+                 kJoinThreads, 0, stream, a);
 }
 
 }  // namespace fathom::cuda
