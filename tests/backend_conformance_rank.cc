@@ -137,6 +137,9 @@ TEST_P(BackendRank, Shapes) {
     }
   }
   Check({.index = {.segment_blocks = 8, .mean_bits = 8, .blocks = {8, 8}}});
+  for (const std::int32_t together : {2, 3}) {
+    Check({.index = {.segment_blocks = 64, .blocks = {64, 64, 64, 7}, .row_segments = together}});
+  }
 }
 
 // Enough tokens for a threshold from a sample, with few and with many winners.

@@ -28,14 +28,16 @@ class BackendPack : public BackendTest {
       range[j] = static_cast<float>(std::exp2(3 - 6 * random.Uniform()));
     }
     for (const std::int32_t block : {0, 1, 4, 5}) {
+      const std::int32_t row = block < 4 ? 0 : kSegmentBlocks + 4;  // by itself, or between others
       std::vector<std::uint64_t> planes[2];
       std::vector<std::uint8_t> side[2];
       for (int b = 0; b < 2; ++b) {
-        planes[b].assign(layout::PlaneBytes(dim, kSegmentBlocks) / 8, 0xAAAA5555AAAA5555ull);
+        planes[b].assign(layout::PlaneBytes(dim, std::max(row, kSegmentBlocks)) / 8,
+                         0xAAAA5555AAAA5555ull);
         side[b].assign(layout::SideBytes(codec, dim, mean_bits, kSegmentBlocks), 0x5A);
         const Backend& which = b == 0 ? ref() : backend();
         which.Pack({codec, dim, kSegmentBlocks, mean_bits, block, keys.data(), step.data(),
-                    range.data(), planes[b].data(), side[b].data()});
+                    range.data(), planes[b].data(), side[b].data(), row});
       }
       EXPECT_EQ(planes[1], planes[0]) << "dim " << dim << " block " << block;
       EXPECT_EQ(side[1], side[0]) << "dim " << dim << " block " << block;
@@ -191,6 +193,21 @@ TEST_P(BackendScan, MeanCodecShapes) {
       c.blocks = {18, 17};
       CheckMean(c, 3, 0.5, 5);
     }
+  }
+}
+
+// Groups of segments of one number and of another, with and without one that ends early.
+TEST_P(BackendScan, SegmentsBetweenEachOthersRows) {
+  for (const std::int32_t dim : {64, 80}) {
+    for (const int bits : {4, 8}) {
+      IndexCase c{.head_dim = dim, .mean_bits = bits, .blocks = {8, 8, 8, 8, 5}, .row_segments = 3};
+      CheckMean(c, 4, 0.5, 5);
+      c.segment_blocks = 66;
+      c.blocks = {66, 65, 66, 1};
+      CheckMean(c, 3, 0.5, 5);
+    }
+    CheckPaper(
+        {.head_dim = dim, .segment_blocks = 18, .blocks = {18, 18, 18, 17}, .row_segments = 2}, 4);
   }
 }
 

@@ -17,6 +17,8 @@
 #include "fathom/backend.h"
 #include "fathom/error.h"
 #include "fathom/store.h"
+#include "memory/aligned_buffer.h"
+#include "memory/state_stream.h"
 #include "store/codec_fit.h"
 #include "support/compare.h"
 #include "support/index_probe.h"
@@ -147,26 +149,27 @@ TEST(IndexShape, BytesAreTheClosedForm) {
 // --- index
 // -----------------------------------------------------------------------------------------------------------
 
-constexpr std::int32_t kSegment = 4;  // blocks
-constexpr std::int64_t kBuilt = 10;   // segments of 4, 4 and 2
-constexpr std::int64_t kAll = 23;     // the last segment is 5, with 3 blocks
-
 struct Case {
   Codec codec;
   std::int32_t dim, mean_bits;
+  std::int32_t segment = 4;  // blocks; those of 8 share rows
 };
 
 class HeadIndexTest : public testing::TestWithParam<Case> {
  protected:
+  std::int32_t segment() const { return GetParam().segment; }
+  std::int64_t built() const { return segment() * 5 / 2; }  // two segments and half of one
+  std::int64_t all() const { return segment() * 23 / 4; }   // five and three quarters
   HeadIndex Make(const std::vector<Half>& rows) const {
     const Case& c = GetParam();
     Moments moments(c.dim);
     const std::vector<float> keys =
-        test::MappedKeys(rows, kBuilt * kBlockTokens, RawBasis(c.dim, {}));
-    moments.Add(keys.data(), kBuilt * kBlockTokens);
-    return {{c.codec, c.dim, c.mean_bits, kSegment}, RawBasis(c.dim, moments.mean())};
+        test::MappedKeys(rows, built() * kBlockTokens, RawBasis(c.dim, {}));
+    moments.Add(keys.data(), built() * kBlockTokens);
+    return {{c.codec, c.dim, c.mean_bits, segment()}, RawBasis(c.dim, moments.mean())};
   }
-  HeadIndex Built(const std::vector<Half>& rows, std::int64_t n_blocks = kBuilt) const {
+  HeadIndex Built(const std::vector<Half>& rows) const { return Built(rows, built()); }
+  HeadIndex Built(const std::vector<Half>& rows, std::int64_t n_blocks) const {
     HeadIndex index = Make(rows);
     index.Build(rows.data(), n_blocks, *backend_);
     return index;
@@ -194,18 +197,19 @@ class HeadIndexTest : public testing::TestWithParam<Case> {
   }
 
   const std::vector<Half> rows_ =
-      RandomRows(DataKind::kSmooth, kAll* kBlockTokens, GetParam().dim, 11);
+      RandomRows(DataKind::kSmooth, all() * kBlockTokens, GetParam().dim, 11);
   const std::unique_ptr<Backend> backend_ = MakeBackend("ref", 1);
 };
 
 TEST_P(HeadIndexTest, BuildFillsSegmentsOfOneCodec) {
   const HeadIndex index = Built(rows_);
-  EXPECT_EQ(index.n_blocks(), kBuilt);
-  EXPECT_EQ(index.n_tokens(), kBuilt * 64);
+  EXPECT_EQ(index.n_blocks(), built());
+  EXPECT_EQ(index.n_tokens(), built() * 64);
   ASSERT_EQ(index.segments().size(), 3u);
   for (std::size_t s = 0; s < 3; ++s) {
     const SegmentView& view = index.segments()[s];
-    EXPECT_EQ(view.n_blocks, s < 2 ? 4 : 2);
+    EXPECT_EQ(view.n_blocks, s < 2 ? segment() : segment() / 2);
+    EXPECT_EQ(view.row_blocks, segment() == 8 ? 24 : segment());
     EXPECT_EQ(view.table, 0);
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(view.planes) % 64, 0u);
     EXPECT_EQ(reinterpret_cast<std::uintptr_t>(view.side) % 64, 0u);
@@ -216,8 +220,8 @@ TEST_P(HeadIndexTest, BuildFillsSegmentsOfOneCodec) {
 
 TEST_P(HeadIndexTest, AppendBlockByBlockEqualsAppendAtOnce) {
   HeadIndex slow = Built(rows_), fast = Built(rows_);
-  for (std::int64_t n = kBuilt; n <= kAll; ++n) slow.Append(rows_.data(), n, *backend_);
-  fast.Append(rows_.data(), kAll, *backend_);
+  for (std::int64_t n = built(); n <= all(); ++n) slow.Append(rows_.data(), n, *backend_);
+  fast.Append(rows_.data(), all(), *backend_);
   ExpectSame(slow, fast);
 }
 
@@ -225,7 +229,7 @@ TEST_P(HeadIndexTest, AppendDoesNotTouchFinishedBlocks) {
   HeadIndex index = Built(rows_);
   const std::vector<std::uint64_t> before = IndexProbe(index).Content();
   const std::uint64_t* const planes = index.segments()[0].planes;
-  index.Append(rows_.data(), kAll, *backend_);
+  index.Append(rows_.data(), all(), *backend_);
   std::vector<std::uint64_t> after = IndexProbe(index).Content();
   ASSERT_GT(after.size(), before.size());
   after.resize(before.size());
@@ -235,7 +239,7 @@ TEST_P(HeadIndexTest, AppendDoesNotTouchFinishedBlocks) {
 
 TEST_P(HeadIndexTest, ANewSegmentHasTheCodecOfTheSegmentBefore) {
   HeadIndex index = Built(rows_);
-  index.Append(rows_.data(), kAll, *backend_);
+  index.Append(rows_.data(), all(), *backend_);
   ASSERT_EQ(index.segments().size(), 6u);
   const std::vector<std::int32_t> tables =  // the paper codec freezes nothing
       mean() ? std::vector{0, 0, 0, 1, 2, 3} : std::vector(6, 0);
@@ -243,9 +247,9 @@ TEST_P(HeadIndexTest, ANewSegmentHasTheCodecOfTheSegmentBefore) {
     EXPECT_EQ(index.segments()[s].table, tables[s]);
     if (tables[s] == 0) continue;
     BlockReader reader(rows_.data(), index.basis());
-    const std::int64_t first = (static_cast<std::int64_t>(s) - 1) * kSegment;
+    const std::int64_t first = (static_cast<std::int64_t>(s) - 1) * segment();
     const MeanCodec alone =
-        FitCodec(reader, first, kSegment, index.shape(), {}, kMeanReachAhead, *backend_);
+        FitCodec(reader, first, segment(), index.shape(), {}, kMeanReachAhead, *backend_);
     const MeanCodec& codec = index.codecs()[static_cast<std::size_t>(tables[s])];
     EXPECT_EQ(codec.mean_step, alone.mean_step);
     EXPECT_EQ(codec.range, alone.range);
@@ -253,7 +257,7 @@ TEST_P(HeadIndexTest, ANewSegmentHasTheCodecOfTheSegmentBefore) {
     EXPECT_NE(codec.range, index.codecs()[0].range);
     // Its means reach twice as far as those of an index built on the previous segment.
     HeadIndex built(index.shape(), index.basis());
-    built.Build(rows_.data() + first * kBlockTokens * 2 * GetParam().dim, kSegment, *backend_);
+    built.Build(rows_.data() + first * kBlockTokens * 2 * GetParam().dim, segment(), *backend_);
     for (std::size_t j = 0; j < codec.mean_step.size(); ++j) {
       EXPECT_NEAR(codec.mean_step[j], 2 * built.codecs()[0].mean_step[j],
                   1e-6 * codec.mean_step[j] + 2e-9);
@@ -263,15 +267,15 @@ TEST_P(HeadIndexTest, ANewSegmentHasTheCodecOfTheSegmentBefore) {
 
 TEST_P(HeadIndexTest, TruncateThenAppendEqualsNeverTruncated) {
   const std::vector<Half> other =
-      RandomRows(DataKind::kNormal, kAll * kBlockTokens, GetParam().dim, 99);
+      RandomRows(DataKind::kNormal, all() * kBlockTokens, GetParam().dim, 99);
   HeadIndex whole = Built(rows_);
-  whole.Append(rows_.data(), kAll, *backend_);
-  for (std::int64_t cut = kBuilt - 1; cut <= kAll; ++cut) {  // segments end at 12, 16 and 20
+  whole.Append(rows_.data(), all(), *backend_);
+  for (std::int64_t cut = built() - 1; cut <= all(); cut += segment() / 4) {
     HeadIndex index = Built(rows_);
-    index.Append(rows_.data(), kAll, *backend_);
+    index.Append(rows_.data(), all(), *backend_);
     index.Truncate(rows_.data(), cut);
     HeadIndex fresh = Built(rows_);
-    if (cut >= kBuilt) {
+    if (cut >= built()) {
       fresh.Append(rows_.data(), cut, *backend_);
       ExpectSame(index, fresh);
     }
@@ -280,9 +284,9 @@ TEST_P(HeadIndexTest, TruncateThenAppendEqualsNeverTruncated) {
     std::vector<Half> mixed = rows_;
     const std::ptrdiff_t at = cut * kBlockTokens * 2 * GetParam().dim;
     std::copy(other.begin() + at, other.end(), mixed.begin() + at);
-    index.Append(mixed.data(), kAll, *backend_);
+    index.Append(mixed.data(), all(), *backend_);
     index.Truncate(mixed.data(), cut);
-    index.Append(rows_.data(), kAll, *backend_);
+    index.Append(rows_.data(), all(), *backend_);
     ExpectSame(index, whole);
   }
 }
@@ -290,11 +294,11 @@ TEST_P(HeadIndexTest, TruncateThenAppendEqualsNeverTruncated) {
 TEST_P(HeadIndexTest, TruncateIntoTheBuiltPartKeepsBlocksAndCodec) {
   const HeadIndex whole = Built(rows_);
   const std::vector<std::uint64_t> content = IndexProbe(whole).Content();
-  for (std::int64_t cut = 1; cut < kBuilt; ++cut) {
+  for (std::int64_t cut = 1; cut < built(); ++cut) {
     HeadIndex index = Built(rows_);
     index.Truncate(rows_.data(), cut);
     EXPECT_EQ(index.n_blocks(), cut);
-    EXPECT_EQ(index.segments().size(), static_cast<std::size_t>((cut + kSegment - 1) / kSegment));
+    EXPECT_EQ(index.segments().size(), static_cast<std::size_t>((cut + segment() - 1) / segment()));
     std::vector<std::uint64_t> rest = IndexProbe(index).Content();
     EXPECT_TRUE(std::equal(rest.begin(), rest.end(), content.begin()));
     if (mean()) {
@@ -306,25 +310,26 @@ TEST_P(HeadIndexTest, TruncateIntoTheBuiltPartKeepsBlocksAndCodec) {
 
 TEST_P(HeadIndexTest, TruncateToNothingAllowsAnotherBuild) {
   HeadIndex index = Built(rows_);
-  index.Append(rows_.data(), kAll, *backend_);
+  index.Append(rows_.data(), all(), *backend_);
   index.Truncate(rows_.data(), 0);
   EXPECT_EQ(index.n_blocks(), 0);
   EXPECT_EQ(index.MemoryBytes(), 0);
   EXPECT_TRUE(index.segments().empty());
   EXPECT_TRUE(index.codecs().empty());
-  index.Build(rows_.data(), kBuilt, *backend_);
+  index.Build(rows_.data(), built(), *backend_);
   ExpectSame(index, Built(rows_));
 }
 
 TEST_P(HeadIndexTest, BuildsOfAnyLengthAroundASegment) {
-  for (const std::int64_t n : {1, 3, 4, 5, 7, 8, 9}) {
+  const std::int64_t s = segment();
+  for (const std::int64_t n : {std::int64_t{1}, s - 1, s, s + 1, 2 * s - 1, 2 * s, 2 * s + 1}) {
     HeadIndex index = Built(rows_, n);
-    EXPECT_EQ(index.segments().size(), static_cast<std::size_t>((n + 3) / 4));
-    EXPECT_EQ(index.segments().back().n_blocks, (n - 1) % 4 + 1);
+    EXPECT_EQ(index.segments().size(), static_cast<std::size_t>((n + s - 1) / s));
+    EXPECT_EQ(index.segments().back().n_blocks, (n - 1) % s + 1);
     index.Append(rows_.data(), n + 1, *backend_);
     EXPECT_EQ(index.n_blocks(), n + 1);
-    EXPECT_EQ(index.segments().size(), static_cast<std::size_t>((n + 4) / 4));
-    EXPECT_EQ(index.segments().back().table, mean() && n % 4 == 0 ? 1 : 0);
+    EXPECT_EQ(index.segments().size(), static_cast<std::size_t>((n + s) / s));
+    EXPECT_EQ(index.segments().back().table, mean() && n % s == 0 ? 1 : 0);
   }
 }
 
@@ -335,9 +340,9 @@ TEST_P(HeadIndexTest, MovingKeepsTheViewsValid) {
   EXPECT_EQ(IndexProbe(moved).Content(), content);
   HeadIndex other = Built(rows_, 1);
   other = std::move(moved);
-  other.Append(rows_.data(), kAll, *backend_);
+  other.Append(rows_.data(), all(), *backend_);
   HeadIndex whole = Built(rows_);
-  whole.Append(rows_.data(), kAll, *backend_);
+  whole.Append(rows_.data(), all(), *backend_);
   ExpectSame(other, whole);
 }
 
@@ -345,14 +350,75 @@ std::string CaseName(const testing::TestParamInfo<Case>& info) {
   const Case& c = info.param;
   const std::string codec =
       c.codec == Codec::kPaper ? "Paper" : "Mean" + std::to_string(c.mean_bits);
-  return codec + "D" + std::to_string(c.dim);
+  return codec + "D" + std::to_string(c.dim) + "S" + std::to_string(c.segment);
 }
 
 INSTANTIATE_TEST_SUITE_P(All, HeadIndexTest,
                          testing::Values(Case{Codec::kMean, 64, 4}, Case{Codec::kMean, 80, 8},
                                          Case{Codec::kMean, 128, 4}, Case{Codec::kMean, 256, 8},
-                                         Case{Codec::kPaper, 128, 4}, Case{Codec::kPaper, 80, 4}),
+                                         Case{Codec::kPaper, 128, 4}, Case{Codec::kPaper, 80, 4},
+                                         Case{Codec::kMean, 64, 4, 8},
+                                         Case{Codec::kPaper, 80, 4, 8}),
                          CaseName);
+
+// Five segments of 128 blocks: a page holds the rows of four.
+class SharedRows : public testing::TestWithParam<Codec> {
+ protected:
+  static constexpr std::int32_t kDim = 16, kSegment = 128;
+  static constexpr std::int64_t kBlocks = 5 * kSegment - 3;
+
+  HeadIndex Make(std::int32_t segment_blocks) const {
+    return {{GetParam(), kDim, 4, segment_blocks}, RawBasis(kDim, {})};
+  }
+  HeadIndex Built(std::int32_t segment_blocks) const {
+    HeadIndex index = Make(segment_blocks);
+    index.Build(rows_.data(), kBlocks, *backend_);
+    return index;
+  }
+
+  const std::vector<Half> rows_ = RandomRows(DataKind::kSmooth, kBlocks* kBlockTokens, kDim, 12);
+  const std::unique_ptr<Backend> backend_ = MakeBackend("cpu", 1);
+};
+
+TEST_P(SharedRows, ARowOfSegmentsIsAPage) {
+  const HeadIndex index = Built(kSegment);
+  const auto segments = index.segments();
+  ASSERT_EQ(segments.size(), 5U);
+  for (std::size_t s = 0; s < 4; ++s) {
+    EXPECT_EQ(segments[s].row_blocks, 4 * kSegment);
+    EXPECT_EQ(segments[s].planes, segments[0].planes + s * kSegment);
+  }
+  EXPECT_EQ(segments[4].row_blocks, kSegment) << "it is the only one of its rows";
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(segments[0].planes) % 4096, 0U);
+  EXPECT_EQ(segments[4].planes, segments[0].planes + 4 * kSegment * kDim * kPlanes);
+}
+
+TEST_P(SharedRows, HoldTheSameAsSegmentsByThemselves) {
+  const HeadIndex shared = Built(kSegment), alone = Built(512);
+  EXPECT_EQ(alone.segments()[0].row_blocks, 512);
+  EXPECT_EQ(IndexProbe(shared).Content(), IndexProbe(alone).Content());
+  if (GetParam() == Codec::kMean) {
+    EXPECT_TRUE(Near(shared.Distortions(), alone.Distortions(), 1e-12));
+  }
+}
+
+TEST_P(SharedRows, AreStoredAndLoadedAsSegmentsByThemselves) {
+  HeadIndex index = Built(kSegment);
+  StateWriter writer;
+  index.Save(&writer);
+  AlignedBuffer bytes(writer.bytes().size());
+  std::copy(writer.bytes().begin(), writer.bytes().end(), bytes.data());
+  HeadIndex loaded = Make(kSegment);
+  StateReader reader({bytes.data(), bytes.size()}, nullptr, "the test's index");
+  loaded.Load(&reader);
+  EXPECT_EQ(loaded.segments()[0].row_blocks, kSegment);
+  EXPECT_EQ(IndexProbe(loaded).Content(), IndexProbe(index).Content());
+  StateWriter again;
+  loaded.Save(&again);
+  EXPECT_TRUE(std::ranges::equal(again.bytes(), writer.bytes()));
+}
+
+INSTANTIATE_TEST_SUITE_P(All, SharedRows, testing::Values(Codec::kMean, Codec::kPaper));
 
 }  // namespace
 }  // namespace fathom

@@ -8,17 +8,6 @@
 #include "fathom/plan.h"
 
 namespace fathom::cli {
-namespace {
-
-constexpr std::size_t kLine = 64;  // bytes; segments start at one
-
-std::size_t PlaneBytes(const IndexShape& shape) {
-  return static_cast<std::size_t>(shape.head_dim) * kPlanes *
-         static_cast<std::size_t>(shape.segment_blocks) * sizeof(std::uint64_t);
-}
-
-}  // namespace
-
 IndexCopies::IndexCopies(const IndexShape& shape, const RowStore& rows, std::int64_t n_tokens,
                          std::span<const Basis> bases, std::int64_t n_layers,
                          const Backend& backend) {
@@ -34,18 +23,19 @@ IndexCopies::IndexCopies(const IndexShape& shape, const RowStore& rows, std::int
   }
 }
 
+// Segments made at once are one piece of memory that begins with the first one's planes.
 std::vector<SegmentView> IndexCopies::Copy(std::span<const SegmentView> segments) {
-  const auto bytes = static_cast<std::size_t>(shape().SegmentBytes());
-  const std::size_t planes = PlaneBytes(shape());
-  const std::size_t all = (bytes + kLine - 1) / kLine * kLine;
-  std::byte* data = memory_.emplace_back(all * segments.size()).data();
+  const auto* from = reinterpret_cast<const std::byte*>(segments.front().planes);
+  const auto bytes = static_cast<std::size_t>(shape().SegmentBytes()) * segments.size();
+  std::byte* to = memory_.emplace_back(bytes).data();
+  std::memcpy(to, from, bytes);
+  const auto moved = [&](const auto* p) {
+    return reinterpret_cast<decltype(p)>(to + (reinterpret_cast<const std::byte*>(p) - from));
+  };
   std::vector<SegmentView> copies(segments.begin(), segments.end());
   for (SegmentView& copy : copies) {
-    std::memcpy(data, copy.planes, planes);
-    std::memcpy(data + planes, copy.side, bytes - planes);
-    copy.planes = reinterpret_cast<const std::uint64_t*>(data);
-    copy.side = reinterpret_cast<const std::uint8_t*>(data + planes);
-    data += all;
+    copy.planes = moved(copy.planes);
+    copy.side = moved(copy.side);
   }
   return copies;
 }

@@ -45,19 +45,30 @@ struct PackArgs {
   const float* x = nullptr;          // [64][D] keys, already centred and in the index's basis
   const float* mean_step = nullptr;  // [D] > 0 (mean codec)
   const float* range = nullptr;      // [D] > 0 (mean codec): a_j, so that a cell is a_j / 8 wide
-  std::uint64_t* planes = nullptr;  // [D][4][segment_blocks]; word `block` of each plane is written
-  std::uint8_t* side = nullptr;     // means or scales of the segment, layout in docs/format.md
+  std::uint64_t* planes = nullptr;   // [D][4] rows of words; word `block` of each is written
+  std::uint8_t* side = nullptr;      // means or scales of the segment, layout in docs/format.md
+  std::int32_t row_blocks = 0;       // words from one row of planes to the next; 0: segment_blocks
 };
 
 // --- scan: approximate scores of all indexed tokens
 // ------------------------------------------------------------------- One segment of one KV head as
 // the scan sees it.
 struct SegmentView {
-  const std::uint64_t* planes = nullptr;  // [D][4][segment_blocks]
+  const std::uint64_t* planes = nullptr;  // [D][4] rows of segment_blocks words, row_blocks apart
   const std::uint8_t* side = nullptr;     // means (mean codec) or fp16 scales (paper codec)
   std::int32_t n_blocks = 0;              // blocks in use
   std::int32_t table = 0;                 // which ScanTable of the head applies (mean codec)
+  // Words from one row of planes to the next, a multiple of 2; 0: segment_blocks. Segments that lie
+  // between each other's rows make the memory that a plane takes of them one run, which spares a
+  // scan most of its address translations.
+  std::int32_t row_blocks = 0;
 };
+
+// Words from one row of planes to the next, of PackArgs or SegmentView.
+template <typename Segment>
+constexpr std::int32_t RowBlocks(const Segment& s, std::int32_t segment_blocks) {
+  return s.row_blocks != 0 ? s.row_blocks : segment_blocks;
+}
 
 // What a query reads from segments that share one set of steps and decoders (mean codec): integers
 // only, so that every backend finds the same bits. Built once per scan by BuildScanTable

@@ -24,16 +24,17 @@ void Upload(const T* from, std::int64_t n, T* to) {
   Check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
 }
 
-// Blocks [first, end) of the planes of a segment, [D][4][segment_blocks] words.
-void CopyPlanes(const std::uint64_t* from, std::uint64_t* to, const IndexShape& shape,
+// Blocks [first, end) of the planes of a segment to one that lies by itself.
+void CopyPlanes(const SegmentView& view, std::uint64_t* to, const IndexShape& shape,
                 std::int64_t first, std::int64_t end) {
-  const std::int64_t row = shape.segment_blocks;
-  if (first == 0 && end == row) {
-    std::memcpy(to, from, Size(shape.head_dim * kPlanes * row) * sizeof(std::uint64_t));
+  const std::int64_t row = shape.segment_blocks, from_row = RowBlocks(view, shape.segment_blocks);
+  if (first == 0 && end == row && from_row == row) {
+    std::memcpy(to, view.planes, Size(shape.head_dim * kPlanes * row) * sizeof(std::uint64_t));
     return;
   }
   for (std::int64_t r = 0; r < std::int64_t{shape.head_dim} * kPlanes; ++r) {
-    std::copy(from + r * row + first, from + r * row + end, to + r * row + first);
+    const std::uint64_t* from = view.planes + r * from_row;
+    std::copy(from + first, from + end, to + r * row + first);
   }
 }
 
@@ -135,7 +136,7 @@ void PlaneMirror::CopySegment(const StepSource& source, std::int64_t segment, st
     const auto layer = dense_layers_ + static_cast<std::int32_t>(slot / heads_.n_kv_heads);
     const auto kv_head = static_cast<std::int32_t>(slot % heads_.n_kv_heads);
     const SegmentView& view = source.plane_head(layer, kv_head).index->segments()[Size(segment)];
-    CopyPlanes(view.planes,
+    CopyPlanes(view,
                reinterpret_cast<std::uint64_t*>(slabs_[Size(segment)].data() + slot * plane_bytes_),
                shape_, first - before, end - before);
     for (std::int64_t c = 0; c < shape_.head_dim; ++c) {

@@ -15,7 +15,7 @@ std::uint64_t PieceFile::NewId() {
   return ++last;
 }
 
-PiecePlace PieceFile::Keep(std::uint64_t* id, std::span<const std::byte> bytes) {
+PiecePlace PieceFile::Keep(std::uint64_t* id, const PieceBytes& bytes) {
   if (const auto found = known_.find(*id); *id != 0 && found != known_.end()) {
     used_.insert(found->second.file);
     places_.insert(*found);
@@ -27,7 +27,7 @@ PiecePlace PieceFile::Keep(std::uint64_t* id, std::span<const std::byte> bytes) 
   }
   writer_->PadTo(64);
   const PiecePlace place = {number_, static_cast<std::uint64_t>(writer_->at()) - kArchivePage};
-  writer_->Append(bytes);
+  writer_->Append(bytes());
   *id = NewId();
   places_[*id] = place;
   return place;

@@ -30,7 +30,7 @@ class PieceFile final : public PieceStore {
   PieceFile(const std::filesystem::path& session, std::uint64_t number, const Places& known)
       : session_(session), number_(number), known_(known) {}
 
-  PiecePlace Keep(std::uint64_t* id, std::span<const std::byte> bytes) override;
+  PiecePlace Keep(std::uint64_t* id, const PieceBytes& bytes) override;
   // Files of earlier saves that are still needed, and the new one if there is any.
   std::vector<ArchivedFile> Finish(const std::vector<ArchivedFile>& before);
   const Places& places() const { return places_; }

@@ -11,6 +11,7 @@
 namespace fathom {
 namespace {
 
+constexpr std::size_t kPage = 4096;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 
 }  // namespace
@@ -21,7 +22,7 @@ AlignedBuffer::AlignedBuffer(std::size_t bytes) : size_(bytes) {
       std::size_t{1} << 47;  // of a process; also keeps the sum below from wrapping
   if (bytes < kAddressSpace) {
     const bool huge = bytes >= kHugePage;
-    const std::size_t alignment = huge ? kHugePage : kAlignment;
+    const std::size_t alignment = huge ? kHugePage : bytes >= 16 * kPage ? kPage : kAlignment;
     const std::size_t rounded = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     void* p = nullptr;
     if (posix_memalign(&p, alignment, rounded) == 0) {

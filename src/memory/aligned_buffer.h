@@ -8,7 +8,8 @@
 
 namespace fathom {
 
-// Zeroed memory that starts at a cache line, movable but not copyable. Moving keeps the address.
+// Zeroed memory that starts at a cache line, from 64 KiB on at a page, movable but not copyable.
+// Moving keeps the address.
 // From 2 MiB on it asks for huge pages: fewer TLB misses for reads all over it.
 class AlignedBuffer {
  public:

@@ -22,8 +22,8 @@ void StateWriter::PutOpen(std::span<const std::byte> bytes) {
   Append(bytes.data(), bytes.size());
 }
 
-void StateWriter::PutSealed(std::uint64_t* id, std::span<const std::byte> bytes) {
-  if (pieces_ == nullptr) return PutOpen(bytes);
+void StateWriter::PutSealed(std::uint64_t* id, const PieceBytes& bytes) {
+  if (pieces_ == nullptr) return PutOpen(bytes());
   const PiecePlace place = pieces_->Keep(id, bytes);
   Put(kSealed);
   Put(place);

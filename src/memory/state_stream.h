@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <span>
 #include <string>
 #include <type_traits>
@@ -25,13 +26,16 @@ struct PiecePlace {
   std::uint64_t offset = 0;  // a multiple of 64
 };
 
+// Makes the bytes of a piece, valid until the next call.
+using PieceBytes = std::function<std::span<const std::byte>()>;
+
 // Keeps pieces that will not change any more.
 class PieceStore {
  public:
   virtual ~PieceStore() = default;
   // The place of a piece. *id is 0 for a piece that no store has seen, and set to one that this
-  // process gives to no other piece; a piece whose id the store knows is not written again.
-  virtual PiecePlace Keep(std::uint64_t* id, std::span<const std::byte> bytes) = 0;
+  // process gives to no other piece; of a piece whose id the store knows, bytes are not asked for.
+  virtual PiecePlace Keep(std::uint64_t* id, const PieceBytes& bytes) = 0;
 };
 
 class StateWriter {
@@ -58,7 +62,7 @@ class StateWriter {
   // A piece that may still change lies at a cache line among the rest.
   void PutOpen(std::span<const std::byte> bytes);
   // One that does not: see PieceStore::Keep.
-  void PutSealed(std::uint64_t* id, std::span<const std::byte> bytes);
+  void PutSealed(std::uint64_t* id, const PieceBytes& bytes);
 
   std::span<const std::byte> bytes() const { return bytes_; }
 

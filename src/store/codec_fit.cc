@@ -137,8 +137,8 @@ void CodecSums::AddBlock(const PackArgs& args) {
     const double scale = BitScale(args, channel);
     std::array<std::uint64_t, kPlanes> word;
     for (int p = 0; p < kPlanes; ++p) {
-      word[static_cast<std::size_t>(p)] =
-          args.planes[layout::PlaneWord(channel, p, args.block, args.segment_blocks)];
+      word[static_cast<std::size_t>(p)] = args.planes[layout::PlaneWord(
+          channel, p, args.block, RowBlocks(args, args.segment_blocks))];
     }
     std::array<double, kPlanes> right{};
     double xx = 0, yy = 0;

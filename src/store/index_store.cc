@@ -2,8 +2,9 @@
 #include <algorithm>
 #include <cassert>
 #include <cstddef>
-#include <cstring>
+#include <span>
 #include <utility>
+#include <vector>
 
 #include "fathom/store.h"
 #include "memory/aligned_buffer.h"
@@ -18,27 +19,96 @@ void AddTo(std::vector<double>& total, const std::vector<double>& part) {
   for (std::size_t i = 0; i < total.size(); ++i) total[i] += part[i];
 }
 
+// Where a segment lies.
+struct Memory {
+  std::uint64_t* planes = nullptr;
+  std::uint8_t* side = nullptr;
+  std::int32_t row_blocks = 0;
+};
+
+std::size_t PlaneBytes(const IndexShape& shape) {
+  return layout::PlaneBytes(shape.head_dim, shape.segment_blocks);
+}
+std::size_t SideBytes(const IndexShape& shape) {
+  return layout::SideBytes(shape.codec, shape.head_dim, shape.mean_bits, shape.segment_blocks);
+}
+
+// A segment by itself: planes, then means or scales.
+Memory Alone(const IndexShape& shape, std::byte* bytes) {
+  return {reinterpret_cast<std::uint64_t*>(bytes),
+          reinterpret_cast<std::uint8_t*>(bytes + PlaneBytes(shape)), shape.segment_blocks};
+}
+
+SegmentView View(const Memory& memory, std::int32_t n_blocks, std::int32_t table) {
+  return {memory.planes, memory.side, n_blocks, table, memory.row_blocks};
+}
+
+std::uint64_t* Row(const Memory& memory, std::int64_t row) {
+  return memory.planes + row * memory.row_blocks;
+}
+
+void Zero(const IndexShape& shape, const Memory& memory) {
+  for (std::int64_t r = 0; r < std::int64_t{shape.head_dim} * kPlanes; ++r) {
+    std::fill_n(Row(memory, r), shape.segment_blocks, std::uint64_t{0});
+  }
+  std::fill_n(memory.side, SideBytes(shape), std::uint8_t{0});
+}
+
+// The bytes of a segment by itself, as it is stored: in `copy` where it lies between others.
+std::span<const std::byte> StoredBytes(const IndexShape& shape, const Memory& memory,
+                                       std::vector<std::byte>* copy) {
+  const auto size = static_cast<std::size_t>(shape.SegmentBytes());
+  auto* first = reinterpret_cast<std::byte*>(memory.planes);
+  const Memory alone = Alone(shape, first);
+  if (memory.row_blocks == alone.row_blocks && memory.side == alone.side) return {first, size};
+  copy->resize(size);
+  const Memory to = Alone(shape, copy->data());
+  for (std::int64_t r = 0; r < std::int64_t{shape.head_dim} * kPlanes; ++r) {
+    std::copy_n(Row(memory, r), shape.segment_blocks, Row(to, r));
+  }
+  std::copy_n(memory.side, SideBytes(shape), to.side);
+  return *copy;
+}
+
 }  // namespace
 
 std::int64_t IndexShape::SegmentBytes() const {
-  return static_cast<std::int64_t>(layout::PlaneBytes(head_dim, segment_blocks) +
-                                   layout::SideBytes(codec, head_dim, mean_bits, segment_blocks));
+  return static_cast<std::int64_t>(PlaneBytes(*this) + SideBytes(*this));
 }
 
 std::int64_t IndexShape::IndexBytes(std::int64_t n_blocks) const {
   return (n_blocks + segment_blocks - 1) / segment_blocks * SegmentBytes();
 }
 
-// One piece of memory, so that it can lie in huge pages: a scan touches a few cache lines in very
-// many places.
+// Segments made at once: one piece of memory, so that it can lie in huge pages, for a scan touches
+// a few cache lines in very many places. Planes of layout::RowSegments at a time, the last ones
+// perhaps fewer, that lie between each other's rows; then the sides of all.
 struct HeadIndex::Built {
+  Built(const IndexShape& shape, std::size_t n)
+      : bytes(n * static_cast<std::size_t>(shape.SegmentBytes())),
+        n_segments(n),
+        plane_bytes(PlaneBytes(shape)),
+        side_bytes(SideBytes(shape)),
+        segment_blocks(static_cast<std::size_t>(shape.segment_blocks)),
+        row_segments(static_cast<std::size_t>(layout::RowSegments(shape.segment_blocks))) {}
+
+  Memory At(std::size_t s) {
+    const std::size_t first = s / row_segments * row_segments;
+    const std::size_t n = std::min(row_segments, n_segments - first);
+    std::byte* row = bytes.data() + first * plane_bytes;
+    return {
+        reinterpret_cast<std::uint64_t*>(row) + (s - first) * segment_blocks,
+        reinterpret_cast<std::uint8_t*>(bytes.data() + n_segments * plane_bytes + s * side_bytes),
+        static_cast<std::int32_t>(n * segment_blocks)};
+  }
+
   AlignedBuffer bytes;
-  std::size_t n_segments = 0;
+  const std::size_t n_segments, plane_bytes, side_bytes, segment_blocks, row_segments;
 };
 
 struct HeadIndex::Segment {
-  std::byte* bytes = nullptr;  // planes, then means or scales; of `own` or of Built
-  AlignedBuffer own;
+  Memory memory;               // of `own`, of Built, or of what the index was loaded from
+  AlignedBuffer own;           // planes, then means or scales
   std::uint64_t id = 0;        // of the piece that it was stored as; 0 while it may change
   CodecSums sums;              // of the last segment; released when the segment is closed
   std::vector<double> errors;  // [kLevels][D] summed squared errors; of closed segments only
@@ -65,11 +135,9 @@ void HeadIndex::Build(const Half* rows, std::int64_t n_blocks, const Backend& ba
   assert(n_blocks_ == 0 && n_blocks > 0);
   const bool fit = shape_.codec == Codec::kMean && codec == nullptr;
   try {
-    built_ = std::make_unique<Built>();
-    built_->n_segments =
-        static_cast<std::size_t>((n_blocks + shape_.segment_blocks - 1) / shape_.segment_blocks);
-    built_->bytes =
-        AlignedBuffer(built_->n_segments * static_cast<std::size_t>(shape_.SegmentBytes()));
+    built_ = std::make_unique<Built>(
+        shape_,
+        static_cast<std::size_t>((n_blocks + shape_.segment_blocks - 1) / shape_.segment_blocks));
     if (fit) {
       BlockReader reader(rows, basis_);
       codecs_.push_back(FitSteps(reader, 0, n_blocks, shape_, rules_.ranges, kMeanReach));
@@ -122,20 +190,15 @@ void HeadIndex::PackBlocks(const Half* rows, std::int64_t n_blocks, const Backen
 
 void HeadIndex::AddSegment(std::int32_t table) {
   Segment segment;
-  const auto size = static_cast<std::size_t>(shape_.SegmentBytes());
   if (built_ != nullptr && segments_.size() < built_->n_segments) {
-    segment.bytes = built_->bytes.data() + segments_.size() * size;
-    std::memset(segment.bytes, 0, size);  // it may have held a segment that was cut off
+    segment.memory = built_->At(segments_.size());
+    Zero(shape_, segment.memory);  // it may have held a segment that was cut off
   } else {
-    segment.own = AlignedBuffer(size);
-    segment.bytes = segment.own.data();
+    segment.own = AlignedBuffer(static_cast<std::size_t>(shape_.SegmentBytes()));
+    segment.memory = Alone(shape_, segment.own.data());
   }
   if (tracks()) segment.sums = CodecSums(shape_.head_dim);
-  const std::size_t plane_bytes = layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks);
-  SegmentView view;
-  view.planes = reinterpret_cast<std::uint64_t*>(segment.bytes);
-  view.side = reinterpret_cast<std::uint8_t*>(segment.bytes + plane_bytes);
-  view.table = table;
+  const SegmentView view = View(segment.memory, 0, table);
   views_.reserve(views_.size() + 1);  // the two lists cannot come apart when memory runs out
   segments_.push_back(std::move(segment));
   views_.push_back(view);
@@ -178,7 +241,7 @@ void HeadIndex::CloseSegment(std::size_t s, std::vector<double> errors) {
 
 // Arguments that pack x, or that have packed it, as block `block` of the last segment.
 PackArgs HeadIndex::BlockArgs(std::int32_t block, const float* x) {
-  std::byte* bytes = segments_.back().bytes;
+  const Memory& memory = segments_.back().memory;
   PackArgs args;
   args.codec = shape_.codec;
   args.head_dim = shape_.head_dim;
@@ -191,9 +254,9 @@ PackArgs HeadIndex::BlockArgs(std::int32_t block, const float* x) {
     args.mean_step = codec.mean_step.data();
     args.range = codec.range.data();
   }
-  args.planes = reinterpret_cast<std::uint64_t*>(bytes);
-  args.side = reinterpret_cast<std::uint8_t*>(
-      bytes + layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks));
+  args.planes = memory.planes;
+  args.side = memory.side;
+  args.row_blocks = memory.row_blocks;
   return args;
 }
 
@@ -230,12 +293,12 @@ void HeadIndex::Save(StateWriter* out) {
     out->PutAll(codec.range);
     out->PutAll(codec.weight);
   }
-  const auto size = static_cast<std::size_t>(shape_.SegmentBytes());
+  std::vector<std::byte> copy;
   for (std::size_t s = 0; s < segments_.size(); ++s) {
     out->Put<std::int32_t>(views_[s].table);
-    const std::span<const std::byte> bytes(segments_[s].bytes, size);
+    const auto bytes = [&] { return StoredBytes(shape_, segments_[s].memory, &copy); };
     views_[s].n_blocks == shape_.segment_blocks ? out->PutSealed(&segments_[s].id, bytes)
-                                                : out->PutOpen(bytes);
+                                                : out->PutOpen(bytes());
     out->PutAll(segments_[s].errors);
   }
   out->PutAll(closed_errors_);
@@ -254,22 +317,20 @@ void HeadIndex::Load(StateReader* in) {
     codecs_.push_back({in->GetAll<float>(dim), in->GetAll<float>(dim),
                        in->GetAll<float>(dim * kPlanes * kPlanes)});
   }
-  const std::size_t plane_bytes = layout::PlaneBytes(shape_.head_dim, shape_.segment_blocks);
   const std::size_t n_errors = static_cast<std::size_t>(kLevels) * dim;
   for (std::int64_t s = 0; s < n_segments; ++s) {
     const bool last = s + 1 == n_segments;
-    SegmentView view;
-    view.table = in->GetIn<std::int32_t>(0, n_codecs == 0 ? 0 : static_cast<int>(n_codecs) - 1);
-    view.n_blocks = static_cast<std::int32_t>(last ? n_blocks - s * shape_.segment_blocks
-                                                   : shape_.segment_blocks);
+    const auto table =
+        in->GetIn<std::int32_t>(0, n_codecs == 0 ? 0 : static_cast<int>(n_codecs) - 1);
     Segment segment;
-    segment.bytes =
-        in->GetPiece(static_cast<std::size_t>(shape_.SegmentBytes()), &segment.id).data();
+    segment.memory = Alone(
+        shape_, in->GetPiece(static_cast<std::size_t>(shape_.SegmentBytes()), &segment.id).data());
     segment.errors = in->GetAll<double>(tracks() && !last ? n_errors : 0);
-    view.planes = reinterpret_cast<std::uint64_t*>(segment.bytes);
-    view.side = reinterpret_cast<std::uint8_t*>(segment.bytes + plane_bytes);
+    views_.push_back(View(segment.memory,
+                          static_cast<std::int32_t>(last ? n_blocks - s * shape_.segment_blocks
+                                                         : shape_.segment_blocks),
+                          table));
     segments_.push_back(std::move(segment));
-    views_.push_back(view);
   }
   closed_errors_ = in->GetAll<double>();
   if (closed_errors_.size() != n_errors && !closed_errors_.empty()) in->Fail("sums of errors");

@@ -89,12 +89,13 @@ struct IndexCase {
   std::int32_t mean_bits = 4;
   std::vector<std::int32_t> blocks;  // in use in each segment
   DataKind kind = DataKind::kHeavyTailed;
+  std::int32_t row_segments = 1;  // that lie between each other's rows
 };
 
 // One KV head's index: random keys packed by `backend`.
 struct TestIndex {
-  std::vector<std::vector<std::uint64_t>> planes;
-  std::vector<std::vector<std::uint8_t>> side;
+  std::vector<std::vector<std::uint64_t>> planes;  // of every row_segments segments
+  std::vector<std::vector<std::uint8_t>> side;     // of every segment
   std::vector<SegmentView> views;
   std::vector<float> mean_step, range;
   std::vector<float> weight;  // [D][4][4]
@@ -125,19 +126,25 @@ inline TestIndex MakeIndex(const IndexCase& c, const Backend& backend, std::uint
   const auto x = RandomData(c.kind, n_blocks * kBlockTokens, c.head_dim, seed);
   FitSteps(x, c, &index);
   const float* at = x.data();
+  const auto together = static_cast<std::size_t>(c.row_segments);
   for (std::size_t s = 0; s < c.blocks.size(); ++s) {
-    index.planes.emplace_back(layout::PlaneBytes(c.head_dim, c.segment_blocks) / 8, ~0ull);
+    const std::size_t place = s % together, n = std::min(together, c.blocks.size() - s + place);
+    if (place == 0) {
+      index.planes.emplace_back(n * layout::PlaneBytes(c.head_dim, c.segment_blocks) / 8, ~0ull);
+    }
     index.side.emplace_back(layout::SideBytes(c.codec, c.head_dim, c.mean_bits, c.segment_blocks),
                             std::uint8_t{0x77});
+    std::uint64_t* planes =
+        index.planes.back().data() + place * static_cast<std::size_t>(c.segment_blocks);
+    // 0 says that a segment lies by itself, as its own size does.
+    const std::int32_t row = n == 1 ? 0 : static_cast<std::int32_t>(n) * c.segment_blocks;
+    index.views.push_back({planes, index.side.back().data(), c.blocks[s], 0, row});
     for (std::int32_t b = 0; b < c.blocks[s]; ++b) {
       backend.Pack({c.codec, c.head_dim, c.segment_blocks, c.mean_bits, b, at,
-                    index.mean_step.data(), index.range.data(), index.planes[s].data(),
-                    index.side[s].data()});
+                    index.mean_step.data(), index.range.data(), planes, index.side.back().data(),
+                    row});
       at += static_cast<std::ptrdiff_t>(kBlockTokens) * c.head_dim;
     }
-  }
-  for (std::size_t s = 0; s < c.blocks.size(); ++s) {
-    index.views.push_back({index.planes[s].data(), index.side[s].data(), c.blocks[s], 0});
   }
   index.n_tokens = n_blocks * kBlockTokens;
   return index;

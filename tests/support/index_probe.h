@@ -25,7 +25,9 @@ class IndexProbe {
   }
 
   std::uint64_t Word(int channel, int plane, std::int64_t block) const {
-    return View(block).planes[layout::PlaneWord(channel, plane, Local(block), SegmentBlocks())];
+    const SegmentView& view = View(block);
+    return view
+        .planes[layout::PlaneWord(channel, plane, Local(block), RowBlocks(view, SegmentBlocks()))];
   }
 
   // Mean code of a block (mean codec).

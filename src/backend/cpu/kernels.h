@@ -31,13 +31,13 @@ struct PackCodesArgs {
   const float* cell;    // [head_dim] width of a code; 0 gives code 8
   std::uint64_t* planes;
   std::int32_t head_dim;
-  std::int32_t segment_blocks;
+  std::int32_t row_blocks;
   std::int32_t block;
 };
 
 // A ScanTable in the form a kernel set scans by. The layout is the set's own.
 struct ScanPlanArgs {
-  std::int32_t segment_blocks;
+  std::int32_t row_blocks;  // of the planes
   std::int32_t group;
   std::int32_t n_planes;
   std::int32_t n_parts;
@@ -53,10 +53,10 @@ struct ScanPlanArgs {
 struct ScanSumsArgs {
   const void* plan;  // of scan_plan
   const std::uint64_t* planes;
-  const std::uint64_t* prefetch;  // planes of the segment that will be read next, or null
-  const std::uint8_t* side;       // [side_bytes] what scan_base will read after this, or null
+  // Planes of the segment that will be read next, with rows as far apart as these, or null.
+  const std::uint64_t* prefetch;
+  const std::uint8_t* side;  // [side_bytes] what scan_base will read after this, or null
   std::int64_t side_bytes;
-  std::int32_t segment_blocks;
   std::int32_t first;  // block, even
   std::int32_t count;
   std::int32_t group;
@@ -127,6 +127,7 @@ struct ScanPaperArgs {
   const std::uint64_t* planes;
   const Half* scales;
   std::int32_t segment_blocks;
+  std::int32_t row_blocks;  // of the planes
   std::int32_t first;
   std::int32_t count;
   std::int32_t group;

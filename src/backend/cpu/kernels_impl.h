@@ -2,7 +2,7 @@
 // The kernels of one instruction set, written once over the words of simd_*.h. Included inside the
 // anonymous namespace of kernels_<isa>.cc, after the vocabulary: never on its own.
 
-// Kernels address planes as plane * segment_blocks + block and expand bits from the lowest up.
+// Kernels address planes as plane * row_blocks + block and expand bits from the lowest up.
 // layout.h owns that; it is used in constant expressions only, see kernels.h for why.
 static_assert(layout::PlaneWord(3, 2, 5, 64) == (3 * kPlanes + 2) * 64 + 5);
 static_assert(layout::Code(2, 0, 2, 0, 1) == 10);

@@ -49,17 +49,18 @@ class MeanScanner {
   void Run(const ScanTable& table, const SegmentView& segment, const SegmentView* next,
            std::int32_t first, std::int32_t count, const Out& out) {
     assert(first % 2 == 0);
-    Prepare(table);
+    Prepare(table, RowBlocks(segment, shape_.segment_blocks));
     const bool ends = first + count == segment.n_blocks;
     const std::uint8_t* ahead = next != nullptr && ends ? next->side : nullptr;
     // Means that the call before has not fetched are fetched while the planes are summed.
     const bool fetch_side = count == shape_.segment_blocks && segment.side != fetched_side_;
     const ScanSumsArgs sums = {plan_,
                                segment.planes,
-                               next == nullptr ? nullptr : next->planes,
+                               next != nullptr && rows_ == RowBlocks(*next, shape_.segment_blocks)
+                                   ? next->planes
+                                   : nullptr,
                                fetch_side ? segment.side : nullptr,
                                shape_.side_bytes,
-                               shape_.segment_blocks,
                                first,
                                count,
                                shape_.group,
@@ -100,16 +101,17 @@ class MeanScanner {
         static_cast<std::size_t>(kernels.scan_base_plan_bytes(n_active, group)));
   }
 
-  // Segments of a session share few tables: the plan of the last one is kept.
-  void Prepare(const ScanTable& table) {
-    if (planned_ == &table) return;
+  // Segments of a session share few tables, and most of them rows: the last plan is kept.
+  void Prepare(const ScanTable& table, std::int32_t row_blocks) {
+    if (planned_ == &table && rows_ == row_blocks) return;
     const ScanPlanArgs args = {
-        shape_.segment_blocks, shape_.group,       static_cast<std::int32_t>(table.plane.size()),
-        table.n_parts,         table.plane.data(), table.part_end.data(),
-        table.weight.data(),   table.low.data(),   plan_};
+        row_blocks,          shape_.group,       static_cast<std::int32_t>(table.plane.size()),
+        table.n_parts,       table.plane.data(), table.part_end.data(),
+        table.weight.data(), table.low.data(),   plan_};
     kernels_.scan_plan(&args);
-    if (kernels_.scan_base_plan != nullptr) PrepareBase(table);
+    if (kernels_.scan_base_plan != nullptr && planned_ != &table) PrepareBase(table);
     planned_ = &table;
+    rows_ = row_blocks;
   }
 
   void PrepareBase(const ScanTable& table) {
@@ -127,6 +129,7 @@ class MeanScanner {
   std::byte* const plan_;
   std::byte* base_plan_ = nullptr;
   const ScanTable* planned_ = nullptr;
+  std::int32_t rows_ = 0;  // row_blocks of the plan
   const std::uint8_t* fetched_side_ = nullptr;
 };
 

@@ -62,8 +62,8 @@ void CpuBackend::Pack(const PackArgs& a) const {
   } else {
     PreparePaper(a, *kernels_, offset, cell);
   }
-  const cpu::PackCodesArgs codes = {a.x,        offset,           cell,   a.planes,
-                                    a.head_dim, a.segment_blocks, a.block};
+  const cpu::PackCodesArgs codes = {
+      a.x, offset, cell, a.planes, a.head_dim, RowBlocks(a, a.segment_blocks), a.block};
   kernels_->pack_codes(&codes);
 }
 

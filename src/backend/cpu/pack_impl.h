@@ -58,7 +58,7 @@ void PackCodes(const PackCodesArgs* args) {
         const auto low = static_cast<std::uint32_t>(words[0][p][lane]);
         const auto high = static_cast<std::uint32_t>(words[1][p][lane]);
         const std::int64_t plane = static_cast<std::int64_t>(j + lane) * kPlanes + p;
-        a.planes[plane * a.segment_blocks + a.block] = static_cast<std::uint64_t>(high) << 32 | low;
+        a.planes[plane * a.row_blocks + a.block] = static_cast<std::uint64_t>(high) << 32 | low;
       }
     }
   }

@@ -85,6 +85,7 @@ void RunPaper(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task
       task.segment->planes,
       reinterpret_cast<const Half*>(task.segment->side),
       a.segment_blocks,
+      RowBlocks(*task.segment, a.segment_blocks),
       task.first,
       task.count,
       a.group,

@@ -28,7 +28,7 @@ void MakeMaskedPlan(const ScanPlanArgs* args) {
   for (int r = 0; r < a.n_parts; ++r) plan->part_end[r] = a.part_end[r];
   for (int i = 0; i < a.n_parts * a.group; ++i) plan->low[i] = a.low[i];
   for (int p = 0; p < a.n_planes; ++p) {
-    plan->offset[p] = static_cast<std::int64_t>(a.plane[p]) * a.segment_blocks * 8;
+    plan->offset[p] = static_cast<std::int64_t>(a.plane[p]) * a.row_blocks * 8;
   }
   for (int i = 0; i < a.n_planes * a.group; ++i) plan->weight[i] = a.weight[i];
 }

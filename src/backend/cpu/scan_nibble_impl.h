@@ -54,8 +54,7 @@ int ListGroups(const ScanPlanArgs& a, NibblePlan* plan) {
     for (; p < a.part_end[r]; p += kGroupPlanes, ++n) {
       for (int i = 0; i < kGroupPlanes; ++i) {
         const int at = p + i < a.part_end[r] ? p + i : a.part_end[r] - 1;
-        offset[n * kGroupPlanes + i] =
-            static_cast<std::int64_t>(a.plane[at]) * a.segment_blocks * 8;
+        offset[n * kGroupPlanes + i] = static_cast<std::int64_t>(a.plane[at]) * a.row_blocks * 8;
       }
     }
     p = a.part_end[r];

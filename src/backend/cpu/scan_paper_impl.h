@@ -39,7 +39,7 @@ FATHOM_INLINE void PaperPieces(const ScanPaperArgs& a, const PaperPass& s, int h
     for (int p = 0; p < s.depth[c]; ++p) {
       const std::int64_t plane = static_cast<std::int64_t>(channel) * kPlanes + p;
       const auto* word =
-          reinterpret_cast<const unsigned char*>(a.planes + plane * a.segment_blocks + block);
+          reinterpret_cast<const unsigned char*>(a.planes + plane * a.row_blocks + block);
       Mask32 mask[Pieces];
 #pragma GCC unroll 16
       for (int v = 0; v < Pieces; ++v) mask[v] = LoadMask32(word, piece + v);

@@ -77,7 +77,7 @@ void MakeWidePlan(const ScanPlanArgs* args) {
       }
       for (int i = 0; i < kWidePlanes; ++i) {
         const std::int64_t plane = a.plane[p + (i < n ? i : n - 1)];
-        *offset++ = plane * a.segment_blocks * 8;
+        *offset++ = plane * a.row_blocks * 8;
       }
     }
     p = a.part_end[r];

@@ -18,7 +18,8 @@ void WriteBack(const PackArgs& a, const std::vector<std::uint64_t>& words,
                const std::vector<std::uint8_t>& side) {
   const int at = a.block % kPairBlocks;
   for (std::int32_t row = 0; row < a.head_dim * kPlanes; ++row) {
-    a.planes[layout::PlaneWord(row / kPlanes, row % kPlanes, a.block, a.segment_blocks)] =
+    a.planes[layout::PlaneWord(row / kPlanes, row % kPlanes, a.block,
+                               RowBlocks(a, a.segment_blocks))] =
         words[static_cast<std::size_t>(row * kPairBlocks + at)];
   }
   const std::size_t to_row = layout::SideRowBytes(a.codec, a.mean_bits, a.segment_blocks);

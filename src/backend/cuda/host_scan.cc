@@ -63,7 +63,7 @@ void UploadedIndex::AddSegment(const SegmentView& segment, std::int32_t head,
   planes_.emplace_back(rows * static_cast<std::size_t>(stride));
   means_.emplace_back(static_cast<std::size_t>(head_dim_) * mean_row);
   CopyRows(planes_.back().data(), static_cast<std::size_t>(stride) * 8, segment.planes,
-           static_cast<std::size_t>(segment_blocks) * 8,
+           static_cast<std::size_t>(RowBlocks(segment, segment_blocks)) * 8,
            static_cast<std::size_t>(segment.n_blocks) * 8, rows, stream);
   const std::size_t used = mean_bits_ == 8 ? static_cast<std::size_t>(segment.n_blocks)
                                            : static_cast<std::size_t>(segment.n_blocks + 1) / 2;
@@ -181,7 +181,8 @@ void ScanPaperSegment(const ScanArgs& a, const SegmentView& segment, const Paper
   const auto capacity = static_cast<std::size_t>(a.segment_blocks);
   const cuda::DeviceBuffer<std::uint64_t> planes(dim * kPlanes * width);
   const cuda::DeviceBuffer<Half> scales(dim * width);
-  cuda::CopyRows(planes.data(), width * 8, segment.planes, capacity * 8, blocks * 8, dim * kPlanes,
+  const auto row = static_cast<std::size_t>(RowBlocks(segment, a.segment_blocks));
+  cuda::CopyRows(planes.data(), width * 8, segment.planes, row * 8, blocks * 8, dim * kPlanes,
                  stream);
   cuda::CopyRows(scales.data(), width * 2, segment.side, capacity * 2, blocks * 2, dim, stream);
   const cuda::DeviceBuffer<float> scores(static_cast<std::size_t>(a.group * n));

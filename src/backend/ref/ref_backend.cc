@@ -39,7 +39,8 @@ void WriteSide(const PackArgs& a, int channel, int code) {
 
 void WriteCode(const PackArgs& a, int channel, int token, int code) {
   for (int p = 0; p < kPlanes; ++p) {
-    std::uint64_t& word = a.planes[layout::PlaneWord(channel, p, a.block, a.segment_blocks)];
+    std::uint64_t& word =
+        a.planes[layout::PlaneWord(channel, p, a.block, RowBlocks(a, a.segment_blocks))];
     const std::uint64_t bit = std::uint64_t{1} << token;
     word = (code >> (kPlanes - 1 - p)) & 1 ? word | bit : word & ~bit;
   }

@@ -13,7 +13,8 @@ namespace fathom {
 namespace {
 
 int Bit(const ScanArgs& a, const SegmentView& s, int channel, int plane, int block, int token) {
-  const std::uint64_t word = s.planes[layout::PlaneWord(channel, plane, block, a.segment_blocks)];
+  const std::int32_t row = RowBlocks(s, a.segment_blocks);
+  const std::uint64_t word = s.planes[layout::PlaneWord(channel, plane, block, row)];
   return static_cast<int>(word >> token & 1);
 }
 
