@@ -9,8 +9,8 @@
 namespace fathom {
 
 // Zeroed memory that starts at a cache line, from 64 KiB on at a page, movable but not copyable.
-// Moving keeps the address.
-// From 2 MiB on it asks for huge pages: fewer TLB misses for reads all over it.
+// Moving keeps the address. From 2 MiB on it asks for huge pages: fewer TLB misses for reads all
+// over it.
 class AlignedBuffer {
  public:
   static constexpr std::size_t kAlignment = 64;

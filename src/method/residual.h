@@ -88,6 +88,10 @@ struct ResidualSample {
   std::vector<float> dense;  // [D] attention over all tokens
 };
 
+// Sum of the masses of blocks, in double. A step adds those of all query heads by itself, while the
+// other threads wait.
+double SumOfMass(std::span<const float> mass);
+
 // False where an estimate of the rest, its mass or its weighed values [D], holds NaN or inf: it is
 // left out then, so that it cannot spoil what was attended exactly.
 bool IsUsableRest(double mass, std::span<const float> rest);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numeric>
 #include <utility>
 
 #include "fathom/calibration.h"
@@ -308,8 +307,7 @@ void SparseMethod::MeasureRest(const Step& step, const float* q) {
   rest_mass_.resize(n_heads);
   ranks() ? MassOfRank(step) : MassOfScores(step, q);
   for (std::size_t h = 0; h < n_heads; ++h) {
-    const float* blocks = mass_.data() + h * n_blocks;
-    rest_mass_[h] = static_cast<float>(std::accumulate(blocks, blocks + n_blocks, 0.0));
+    rest_mass_[h] = static_cast<float>(SumOfMass({mass_.data() + h * n_blocks, n_blocks}));
   }
   WeighRest(step, n_blocks);
 }
