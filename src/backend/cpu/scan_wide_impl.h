@@ -131,6 +131,25 @@ FATHOM_INLINE Bytes InRegister(Bytes x) {
   return x;
 }
 
+// Planes' words that will be read some blocks on, fetched evenly: with every group of planes a tile
+// fetches one or two of its own planes, so that those of eight blocks take the tiles of eight
+// blocks. In one go they would take all the places for outstanding misses, which loads from the
+// second-level cache need as well. What follows fewer than eight blocks is not there to be fetched.
+struct TileAhead {
+  static constexpr int kTiles = kWideBlocks / kTileBlocks;
+  static_assert(kTiles < kWidePlanes && kWidePlanes <= 2 * kTiles);
+  const unsigned char* words;  // or null
+  const std::int64_t* offset;  // of planes
+  int tile;
+
+  FATHOM_INLINE void Fetch(int group) const {
+    if (words == nullptr) return;
+    const std::int64_t* at = offset + group * kWidePlanes + tile;
+    PrefetchFar(words + at[0]);
+    if (tile + kTiles < kWidePlanes) PrefetchFar(words + at[kTiles]);
+  }
+};
+
 // What one group of planes adds to two blocks of Heads heads, or starts their sums with.
 template <int Heads, bool First>
 FATHOM_INLINE void AddWideGroup(const Bytes* index, const std::uint8_t* table, Bytes* sum) {
@@ -147,35 +166,39 @@ FATHOM_INLINE void AddWideGroup(const Bytes* index, const std::uint8_t* table, B
   }
 }
 
-// Sums of one part: sum[h * kTileBlocks + block]. index: of the first group, eight a group.
+// Sums of the part of groups first .. end - 1: sum[h * kTileBlocks + block]. index, table: of group
+// 0; eight indices a group.
 template <int Heads>
-FATHOM_INLINE void SumWideGroups(const Bytes* index, const std::uint8_t* table, int n_groups,
-                                 int group, Bytes* sum) {
-  if (n_groups == 0) {  // of a query that reads means alone
+FATHOM_INLINE void SumWideGroups(const TileAhead& ahead, const Bytes* index,
+                                 const std::uint8_t* table, int first, int end, int group,
+                                 Bytes* sum) {
+  if (first == end) {  // of a query that reads means alone
 #pragma GCC unroll 8
     for (int i = 0; i < kTileBlocks * Heads; ++i) sum[i] = ZeroBytes();
     return;
   }
+  index += first * kWideBlocks;
+  table += std::int64_t{first} * group * 64;
+  ahead.Fetch(first);
   AddWideGroup<Heads, true>(index, table, sum);
-  for (int g = 1; g < n_groups; ++g) {
+  for (int g = first + 1; g < end; ++g) {
     index += kWideBlocks;
     table += 64 * group;
+    ahead.Fetch(g);
     AddWideGroup<Heads, false>(index, table, sum);
   }
 }
 
 // U of two blocks for Heads heads: sum[h * kTileBlocks + block]. table: of the first head.
 template <int Heads>
-FATHOM_INLINE void SumWideParts(const WidePlan& plan, const Bytes* index, const std::uint8_t* table,
-                                int group, Bytes* sum) {
+FATHOM_INLINE void SumWideParts(const WidePlan& plan, const TileAhead& ahead, const Bytes* index,
+                                const std::uint8_t* table, int group, Bytes* sum) {
   constexpr int kSums = kTileBlocks * Heads;
-  SumWideGroups<Heads>(index, table, plan.part_end[0], group, sum);
+  SumWideGroups<Heads>(ahead, index, table, 0, plan.part_end[0], group, sum);
   if (plan.n_parts == 1) return;
   if (plan.n_parts == 2) {
-    const int first = plan.part_end[0];
     Bytes other[kSums];
-    SumWideGroups<Heads>(index + first * kWideBlocks, table + std::int64_t{first} * group * 64,
-                         plan.part_end[1] - first, group, other);
+    SumWideGroups<Heads>(ahead, index, table, plan.part_end[0], plan.part_end[1], group, other);
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i) sum[i] = AverageBytes(sum[i], other[i]);
     return;
@@ -187,9 +210,8 @@ FATHOM_INLINE void SumWideParts(const WidePlan& plan, const Bytes* index, const 
     }
 #pragma GCC unroll 8
     for (int i = 0; i < kSums; ++i) waiting[level][i] = sum[i];
-    const int first = plan.part_end[part - 1];
-    SumWideGroups<Heads>(index + first * kWideBlocks, table + std::int64_t{first} * group * 64,
-                         plan.part_end[part] - first, group, sum);
+    SumWideGroups<Heads>(ahead, index, table, plan.part_end[part - 1], plan.part_end[part], group,
+                         sum);
     for (level = 0; part >> level & 1; ++level) {
 #pragma GCC unroll 8
       for (int i = 0; i < kSums; ++i) sum[i] = AverageBytes(waiting[level][i], sum[i]);
@@ -197,50 +219,37 @@ FATHOM_INLINE void SumWideParts(const WidePlan& plan, const Bytes* index, const 
   }
 }
 
-// What will be read some blocks on, fetched evenly while the heads of a group are summed: in one go
-// it would take all the places for outstanding misses, which loads from the second-level cache need
-// as well.
+// What eight blocks fetch for later: words of planes, and lines of means.
 struct WideAhead {
   const unsigned char* words;  // or null
   const std::int64_t* offset;
-  int n_planes;
-  int planes_a_tile;
   SideShare side;
   std::int64_t lines_a_tile;
 
-  FATHOM_INLINE void Fetch(int tile) const {
-    if (words != nullptr) {
-      const int begin = tile * planes_a_tile;
-      const int end = begin + planes_a_tile < n_planes ? begin + planes_a_tile : n_planes;
-      for (int i = begin; i < end; ++i) PrefetchFar(words + offset[i]);
-    }
+  // Of a tile; fetches its lines of means.
+  FATHOM_INLINE TileAhead Tile(int tile) const {
     const std::int64_t begin = tile * lines_a_tile;
     const std::int64_t end =
         begin + lines_a_tile < side.n_lines ? begin + lines_a_tile : side.n_lines;
     for (std::int64_t i = begin; i < end; ++i) PrefetchFar(side.lines + 64 * i);
+    return {words, offset, tile};
   }
 };
 
 // Of blocks block .. block + n - 1 of the call.
 FATHOM_INLINE WideAhead AheadOf(const ScanSumsArgs& a, const WidePlan& plan, int block, int n) {
   const int tiles = (n + kTileBlocks - 1) / kTileBlocks;
-  const int n_planes = plan.n_groups * kWidePlanes;
   const SideShare side = ShareOfSide(a, block, n);
-  return {WordsAhead(a, block),
-          plan.offsets(a.group),
-          n_planes,
-          (n_planes + tiles - 1) / tiles,
-          side,
-          (side.n_lines + tiles - 1) / tiles};
+  return {WordsAhead(a, block), plan.offsets(a.group), side, (side.n_lines + tiles - 1) / tiles};
 }
 
 template <int Heads>
 FATHOM_INLINE void SumWideHeads(const ScanSumsArgs& a, const WidePlan& plan, const Bytes* index,
                                 int head, int n, std::uint8_t* out, const WideAhead& ahead) {
   for (int k = 0; k < n; k += kTileBlocks) {
-    if (head == 0) ahead.Fetch(k / kTileBlocks);
+    const TileAhead tile = head == 0 ? ahead.Tile(k / kTileBlocks) : TileAhead{nullptr, nullptr, 0};
     Bytes sum[kTileBlocks * Heads];
-    SumWideParts<Heads>(plan, index + k, plan.tables() + 64 * head, a.group, sum);
+    SumWideParts<Heads>(plan, tile, index + k, plan.tables() + 64 * head, a.group, sum);
     std::uint8_t* at = out + head * a.stride + k * kBlockTokens;
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; ++h, at += a.stride) {
