@@ -10,7 +10,8 @@
 //   5. own range: one bit per token for the winners, and the rest of all others
 //   6. own range: the union of the group, written behind what earlier ranges write
 // The sample decides only how many keys there are: results do not depend on the ranges, that is on
-// the number of threads. Equal scores at the end of the ranking are settled between 5 and 6.
+// the number of threads. Keys are in the order of their tokens, so that 4 knows how many of the
+// equal scores at the end of the ranking each range has too many: it drops them in 5.
 #include <omp.h>
 
 #include <algorithm>
@@ -51,7 +52,7 @@ struct QueryHead {
   std::int32_t* sample;  // [kSample], likewise
   float threshold;       // NaN: none, all are candidates
   float last;            // score of the last winner
-  std::int64_t excess;   // tokens of that score too many
+  std::int32_t* excess;  // [team] tokens of that score too many in each range
 };
 
 // Hands out lines of a block of memory, or only counts them.
@@ -140,16 +141,13 @@ class Ranker {
   void FindLast(std::int64_t i) {
     QueryHead& head = heads_[i];
     std::int64_t n = JoinKeys(head, i / a_.group);
-    if (n < a_.keep) n = ListAllKeys(i);  // the sample was unlucky
+    const bool all = n < a_.keep;  // the sample was unlucky
+    if (all) n = ListAllKeys(i);
     const std::int32_t last = kernels_.kth_key(head.key, n, a_.keep);
     const std::int64_t reach =
         std::count_if(head.key, head.key + n, [last](std::int32_t key) { return key >= last; });
     head.last = ScoreOfKey(last);
-    head.excess = reach - a_.keep;
-    if (head.excess > 0) {
-#pragma omp atomic write
-      ties_ = true;
-    }
+    SplitExcess(head, i / a_.group, {head.key, Size(n)}, last, reach - a_.keep, all);
     if (a_.exp_scale != 0) a_.heads[Size(i / a_.group)].cut[i % a_.group] = head.last;
   }
 
@@ -163,42 +161,8 @@ class Ranker {
         MarkBlocks(kv, h, table, p, least, a_.exp_scale == 0 ? nullptr : &head.last);
       }
     });
-    if (!ties()) CountRange(thread);
-  }
-
-  bool ties() const {
-    bool any = false;
-#pragma omp atomic read
-    any = ties_;
-    return any;
-  }
-
-  // Of the tokens with the last winner's score, the latest ones are no winners.
-  void DropTies(std::int64_t i) {
-    QueryHead& head = heads_[i];
-    const RankHead& out = a_.heads[Size(i / a_.group)];
-    const auto h = static_cast<std::int32_t>(i % a_.group);
-    const std::int32_t last = KeyOfScore(head.last);
-    std::int64_t end = n_blocks_;
-    for (auto s = out.segments.rbegin(); s != out.segments.rend() && head.excess > 0; ++s) {
-      const ScanTable& table = out.tables[Size(s->table)];
-      const std::int64_t begin = end - s->n_blocks;
-      for (std::int64_t b = end - 1; b >= begin && head.excess > 0; --b) {
-        for (std::uint64_t bits = head.winners[b]; bits != 0 && head.excess > 0;) {
-          const int token = 63 - std::countl_zero(bits);
-          bits ^= std::uint64_t{1} << token;
-          if (KeyOfScore(ScoreAt(head, table, h, b * kBlockTokens + token)) != last) continue;
-          head.winners[b] ^= std::uint64_t{1} << token;
-          if (a_.exp_scale != 0) out.rest[h * out.rest_stride + b] += 1.0f;
-          --head.excess;
-        }
-      }
-      end = begin;
-    }
-  }
-
-  // Winners of the union in the range of a thread.
-  void CountRange(int thread) {
+    for (std::int64_t i = 0; i < n_query_heads(); ++i) DropTies(i, thread);
+    // Winners of the union.
     for (std::size_t kv = 0; kv < a_.heads.size(); ++kv) UnionCount(kv, thread) = 0;
     ForRange(thread, [&](std::int64_t kv, const Piece& p) {
       UnionCount(Size(kv), thread) += Unite(kv, p, nullptr, nullptr);
@@ -262,6 +226,7 @@ class Ranker {
       QueryHead head = {};
       head.key = carver->Take<std::int32_t>(n_index + (team_ + 1) * cpu::kSelectSlack);
       head.count = carver->Take<std::int32_t>(team_);
+      head.excess = carver->Take<std::int32_t>(team_);
       head.sample = carver->Take<std::int32_t>(kSample + cpu::kSelectSlack);
       if (heads_ == nullptr) continue;
       head.sums = sums + i * sums_stride_;
@@ -411,6 +376,51 @@ class Ranker {
     return n;
   }
 
+  // Of the tokens with the last winner's score, the latest ones are no winners: those that a range
+  // has too many.
+  void DropTies(std::int64_t i, int thread) const {
+    const QueryHead& head = heads_[i];
+    std::int32_t excess = head.excess[thread];
+    const RankHead& out = a_.heads[Size(i / a_.group)];
+    const auto h = static_cast<std::int32_t>(i % a_.group);
+    const std::int32_t last = KeyOfScore(head.last);
+    const std::int64_t from = RangeBegin(thread, i / a_.group) / kBlockTokens;
+    const std::int64_t to = RangeBegin(thread + 1, i / a_.group) / kBlockTokens;
+    std::int64_t end = n_blocks_;
+    for (auto s = out.segments.rbegin(); s != out.segments.rend() && excess > 0; ++s) {
+      const ScanTable& table = out.tables[Size(s->table)];
+      const std::int64_t begin = end - s->n_blocks;
+      for (std::int64_t b = std::min(end, to) - 1; b >= std::max(begin, from) && excess > 0; --b) {
+        for (std::uint64_t bits = head.winners[b]; bits != 0 && excess > 0;) {
+          const int token = 63 - std::countl_zero(bits);
+          bits ^= std::uint64_t{1} << token;
+          if (KeyOfScore(ScoreAt(head, table, h, b * kBlockTokens + token)) != last) continue;
+          head.winners[b] ^= std::uint64_t{1} << token;
+          if (a_.exp_scale != 0) out.rest[h * out.rest_stride + b] += 1.0f;
+          --excess;
+        }
+      }
+      end = begin;
+    }
+  }
+
+  // How many of the keys that equal the last winner's each range has too many: the latest ones are.
+  // keys: joined, or, with `all`, of all tokens that may be candidates.
+  void SplitExcess(const QueryHead& head, std::int64_t kv, std::span<const std::int32_t> keys,
+                   std::int32_t last, std::int64_t excess, bool all) const {
+    auto end = static_cast<std::int64_t>(keys.size());
+    for (int thread = team_ - 1; thread >= 0; --thread) {
+      const std::int64_t begin =
+          all ? std::clamp(RangeBegin(thread, kv), a_.first, a_.last) - a_.first
+              : end - head.count[thread];
+      const std::int64_t equal =
+          excess == 0 ? 0 : std::count(keys.begin() + begin, keys.begin() + end, last);
+      head.excess[thread] = static_cast<std::int32_t>(std::min(equal, excess));
+      excess -= head.excess[thread];
+      end = begin;
+    }
+  }
+
   std::int64_t ListAllKeys(std::int64_t i) const {
     const QueryHead& head = heads_[i];
     const RankHead& kv = a_.heads[Size(i / a_.group)];
@@ -450,7 +460,6 @@ class Ranker {
   std::byte* plans_ = nullptr;        // [team][plan_bytes]
   std::uint64_t* winners_ = nullptr;  // [n_query_heads][n_blocks]
   std::int64_t* union_ = nullptr;     // [heads][team] winners of the union in each range
-  bool ties_ = false;
   std::int64_t sums_stride_ = 0;
   std::int64_t base_stride_ = 0;
 };
@@ -477,12 +486,6 @@ void CpuBackend::Rank(const RankArgs& a) const {
     for (std::int64_t i = 0; i < n_query_heads; ++i) ranker.FindLast(i);
     ranker.MarkRange(thread);
 #pragma omp barrier
-    if (ranker.ties()) {
-#pragma omp for schedule(static)
-      for (std::int64_t i = 0; i < n_query_heads; ++i) ranker.DropTies(i);
-      ranker.CountRange(thread);
-#pragma omp barrier
-    }
     ranker.WriteUnion(thread);
 #pragma omp for schedule(static) nowait
     for (std::int64_t i = 0; i < static_cast<std::int64_t>(a.heads.size()); ++i) {
