@@ -82,7 +82,8 @@ void ExpectPlanes(const LabelTable& table, const std::vector<std::int32_t>& chan
       for (int i = 0; i < kBlockTokens; ++i) {
         int code = 0;
         for (int p = 0; p < shape.planes; ++p) {
-          const auto word = planes.planes[layout::PlaneWord(channel, p, block, 64)];
+          const auto word =
+              planes.planes[layout::PlaneWord(channel, p, block, RowBlocks(planes, 64))];
           code = code << 1 | static_cast<int>(word >> i & 1);
         }
         const auto place = Place(shape, c, block, i);
