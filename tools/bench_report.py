@@ -184,12 +184,14 @@ def bar_picture(result):
 def report(path):
     """Name, table and picture (or None) of a result."""
     result = json.loads(path.read_text(encoding="utf-8"))
-    if result["interrupted"]:
+    decode = "samples" in result
+    if result["interrupted"] and not decode:
         sys.exit(f"{path} is of an interrupted run")
-    if "samples" in result:  # of bench decode
+    if decode:  # a sample is there only when all of its steps are
         contexts = sorted({s["context"] for s in result["samples"] if s["context"] >= 1024})
         picture = decode_report.svg(result) if len([c for c in contexts if c >= 2048]) > 1 else None
-        return path.stem, decode_report.table(result, contexts), picture
+        note = "The run was interrupted: what is not in the table was not measured.\n" if result["interrupted"] else ""
+        return path.stem, decode_report.table(result, contexts) + note, picture
     if not result["rows"]:
         sys.exit(f"{path} has no rows")
     return path.stem, table(result), bar_picture(result) if result["bench"] == "attend" else rate_picture(result)
