@@ -39,7 +39,7 @@ class BackendRank : public BackendTest {
     std::int64_t n_index = 0;
   };
 
-  Data MakeData(RankCase c) const {
+  Data MakeData(const RankCase& c) const {
     Data d{c, {}, std::vector<std::vector<ScanTable>>(kHeads, std::vector<ScanTable>(2)), 0};
     d.c.index.codec = Codec::kMean;
     for (std::size_t h = 0; h < kHeads; ++h) {
@@ -230,6 +230,69 @@ TEST_P(BackendRank, ThreadsDoNotChangeResults) {
     EXPECT_EQ(many.mask, one.mask) << n;
     EXPECT_EQ(Bits(many.rest), Bits(one.rest)) << n;
     EXPECT_EQ(Bits(many.cut), Bits(one.cut)) << n;
+  }
+}
+
+// Ranges of any size, also of no block, drop what they have too many of the equal scores.
+TEST_P(BackendRank, TiesOverManyRanges) {
+  for (const std::int32_t blocks : {6, 40}) {
+    RankCase c{.index = {.head_dim = 32, .segment_blocks = 40, .blocks = {blocks}},
+               .group = 2,
+               .keep = 70};
+    for (const bool means_only : {false, true}) {
+      c.index.kind = means_only ? DataKind::kHeavyTailed : DataKind::kConstant;
+      c.read = means_only ? 1.1 : 0.4;
+      c.most_level = means_only ? 1 : 5;
+      const Data d = MakeData(c);
+      for (const float exp_scale : {0.0f, 0.25f}) {
+        const Ranked expected = Run(ref(), d, exp_scale);
+        for (const int n : {1, 2, 3, 5, 8, 16}) {
+          const Ranked actual = Run(*WithThreads(n), d, exp_scale);
+          EXPECT_EQ(actual.tokens, expected.tokens) << blocks << " blocks, threads: " << n;
+          EXPECT_EQ(actual.mask, expected.mask) << blocks << " blocks, threads: " << n;
+          if (exp_scale != 0) CompareRest(actual, expected, exp_scale);
+        }
+      }
+    }
+  }
+}
+
+// Where the tokens that the CPU samples are the best of all, its threshold leaves too few, and all
+// others, whose scores are alike but for their blocks' means, are candidates after all.
+TEST_P(BackendRank, UnluckySamples) {
+  constexpr std::int32_t kBlocks = 64;
+  constexpr std::int64_t kSample = 1024, kFirst = 4;
+  Data d = MakeData({.index = {.head_dim = 16, .segment_blocks = kBlocks, .blocks = {64, 64}},
+                     .group = 2,
+                     .first = kFirst,
+                     .keep = 1500});
+  for (std::size_t h = 0; h < kHeads; ++h) {
+    for (ScanTable& table : d.tables[h]) {
+      const std::vector<float> q(2 * 16, 1.0f);
+      const std::vector<std::uint8_t> level(16, 2);
+      BuildScanTable(
+          {16, 2, 4, q.data(), level.data(), d.index[h].mean_step.data(), d.index[h].weight.data()},
+          &table);
+    }
+    for (auto& words : d.index[h].planes) std::ranges::fill(words, 0);
+    const std::int64_t range = (d.n_index - kWindow - kFirst) / kSample;
+    for (std::int64_t i = 0; i < kSample; ++i) {
+      const std::uint32_t scatter = (static_cast<std::uint32_t>(i) * 2654435769u) >> 16;
+      const std::int64_t token = kFirst + i * range + (scatter * range >> 16);
+      const std::int64_t block = token / kBlockTokens;
+      for (int channel = 0; channel < 16; ++channel) {
+        d.index[h].planes[static_cast<std::size_t>(block / kBlocks)][layout::PlaneWord(
+            channel, 0, static_cast<int>(block % kBlocks), kBlocks)] |= std::uint64_t{1}
+                                                                        << token % kBlockTokens;
+      }
+    }
+  }
+  const Ranked expected = Run(ref(), d, 0.25f);
+  for (const int n : {1, 2, 5}) {
+    const Ranked actual = Run(*WithThreads(n), d, 0.25f);
+    EXPECT_EQ(actual.tokens, expected.tokens) << n;
+    EXPECT_EQ(actual.mask, expected.mask) << n;
+    CompareRest(actual, expected, 0.25f);
   }
 }
 

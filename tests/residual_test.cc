@@ -82,6 +82,20 @@ TEST(Residual, OfExactScoresAndOneValueIsDense) {
   EXPECT_TRUE(Near(session.Attend(*session.Make(spec, &calibration), q), dense, 1e-4));
 }
 
+// --- the mass
+
+TEST(SumOfMass, IsTheSumOfAnyNumberOfBlocks) {
+  std::vector<float> mass;
+  double sum = 0;
+  for (int n = 0; n <= 17; ++n) {
+    EXPECT_EQ(SumOfMass(mass), sum) << n;  // powers of two and their sums are exact
+    mass.push_back(std::exp2(static_cast<float>(n % 5) - 20));
+    sum += mass.back();
+  }
+  mass[9] = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_TRUE(std::isnan(SumOfMass(mass)));
+}
+
 // --- the factor
 
 // Attention whose rest has the value `value` and the mass `mass`, and which needs the factor.

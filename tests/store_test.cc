@@ -20,6 +20,7 @@
 #include "memory/aligned_buffer.h"
 #include "memory/state_stream.h"
 #include "store/codec_fit.h"
+#include "store/plane_rows.h"
 #include "support/compare.h"
 #include "support/index_probe.h"
 #include "support/random_data.h"
@@ -305,6 +306,13 @@ TEST_P(HeadIndexTest, TruncateIntoTheBuiltPartKeepsBlocksAndCodec) {
       ASSERT_EQ(index.codecs().size(), 1u);
       EXPECT_EQ(index.codecs()[0].weight, whole.codecs()[0].weight);
     }
+    // What comes after takes the place of what was cut off, and touches nothing else.
+    index.Append(rows_.data(), built(), *backend_);
+    rest = IndexProbe(index).Content();
+    const std::size_t kept =
+        static_cast<std::size_t>(cut) * content.size() / static_cast<std::size_t>(built());
+    EXPECT_TRUE(std::equal(content.begin(), content.begin() + static_cast<std::ptrdiff_t>(kept),
+                           rest.begin()));
   }
 }
 
@@ -413,6 +421,13 @@ TEST_P(SharedRows, AreStoredAndLoadedAsSegmentsByThemselves) {
   loaded.Load(&reader);
   EXPECT_EQ(loaded.segments()[0].row_blocks, kSegment);
   EXPECT_EQ(IndexProbe(loaded).Content(), IndexProbe(index).Content());
+  std::vector<std::uint64_t> planes(static_cast<std::size_t>(kSegment) * kDim * kPlanes, 7);
+  CopyPlanes(index.segments()[2], index.shape(), 3, 5, planes.data());
+  for (std::size_t i = 0; i < planes.size(); ++i) {
+    const std::size_t block = i % kSegment;
+    const std::uint64_t word = loaded.segments()[2].planes[i];
+    EXPECT_EQ(planes[i], block == 3 || block == 4 ? word : 7) << i;
+  }
   StateWriter again;
   loaded.Save(&again);
   EXPECT_TRUE(std::ranges::equal(again.bytes(), writer.bytes()));

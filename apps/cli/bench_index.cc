@@ -2,12 +2,14 @@
 #include "bench_index.h"
 
 #include <algorithm>
+#include <cassert>
 #include <cstring>
 #include <numeric>
 
 #include "fathom/plan.h"
 
 namespace fathom::cli {
+
 IndexCopies::IndexCopies(const IndexShape& shape, const RowStore& rows, std::int64_t n_tokens,
                          std::span<const Basis> bases, std::int64_t n_layers,
                          const Backend& backend) {
@@ -34,6 +36,7 @@ std::vector<SegmentView> IndexCopies::Copy(std::span<const SegmentView> segments
   };
   std::vector<SegmentView> copies(segments.begin(), segments.end());
   for (SegmentView& copy : copies) {
+    assert(std::as_bytes(std::span(copy.side, 1)).data() < from + bytes);
     copy.planes = moved(copy.planes);
     copy.side = moved(copy.side);
   }

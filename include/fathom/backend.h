@@ -47,7 +47,7 @@ struct PackArgs {
   const float* range = nullptr;      // [D] > 0 (mean codec): a_j, so that a cell is a_j / 8 wide
   std::uint64_t* planes = nullptr;   // [D][4] rows of words; word `block` of each is written
   std::uint8_t* side = nullptr;      // means or scales of the segment, layout in docs/format.md
-  std::int32_t row_blocks = 0;       // words from one row of planes to the next; 0: segment_blocks
+  std::int32_t row_blocks = 0;       // words from one row to the next, even; 0: segment_blocks
 };
 
 // --- scan: approximate scores of all indexed tokens

@@ -122,9 +122,9 @@ struct IndexRules {
 // Bit-plane index of one KV head of one layer.
 //
 // Invariants: (1) a finished block is never rewritten; (2) all segments made by Build share codec
-// 0 and lie in one piece of memory, which begins with the planes of the first; a segment added
-// later has its own codec, fitted on the rows of the segment before it, and its own memory; (3)
-// Distortions() follows the whole index.
+// 0 and lie in one piece of memory that begins with the planes of the first, while nothing was
+// truncated; a segment added later has its own codec, fitted on the rows of the segment before it;
+// (3) Distortions() follows the whole index.
 class HeadIndex {
  public:
   HeadIndex(IndexShape shape, Basis basis, IndexRules rules = {});

@@ -9,6 +9,7 @@
 #include "base/parallel.h"
 #include "fathom/error.h"
 #include "store/layout.h"
+#include "store/plane_rows.h"
 
 namespace fathom::cuda {
 namespace {
@@ -22,20 +23,6 @@ void Upload(const T* from, std::int64_t n, T* to) {
   Check(cudaMemcpy(to, from, Size(n) * sizeof(T), cudaMemcpyHostToDevice), "cudaMemcpy");
   // A small copy may still be on its way, and streams of ours do not wait for the default one.
   Check(cudaStreamSynchronize(nullptr), "cudaStreamSynchronize");
-}
-
-// Blocks [first, end) of the planes of a segment to one that lies by itself.
-void CopyPlanes(const SegmentView& view, std::uint64_t* to, const IndexShape& shape,
-                std::int64_t first, std::int64_t end) {
-  const std::int64_t row = shape.segment_blocks, from_row = RowBlocks(view, shape.segment_blocks);
-  if (first == 0 && end == row && from_row == row) {
-    std::memcpy(to, view.planes, Size(shape.head_dim * kPlanes * row) * sizeof(std::uint64_t));
-    return;
-  }
-  for (std::int64_t r = 0; r < std::int64_t{shape.head_dim} * kPlanes; ++r) {
-    const std::uint64_t* from = view.planes + r * from_row;
-    std::copy(from + first, from + end, to + r * row + first);
-  }
 }
 
 }  // namespace
@@ -136,9 +123,9 @@ void PlaneMirror::CopySegment(const StepSource& source, std::int64_t segment, st
     const auto layer = dense_layers_ + static_cast<std::int32_t>(slot / heads_.n_kv_heads);
     const auto kv_head = static_cast<std::int32_t>(slot % heads_.n_kv_heads);
     const SegmentView& view = source.plane_head(layer, kv_head).index->segments()[Size(segment)];
-    CopyPlanes(view,
-               reinterpret_cast<std::uint64_t*>(slabs_[Size(segment)].data() + slot * plane_bytes_),
-               shape_, first - before, end - before);
+    CopyPlanes(
+        view, shape_, first - before, end - before,
+        reinterpret_cast<std::uint64_t*>(slabs_[Size(segment)].data() + slot * plane_bytes_));
     for (std::int64_t c = 0; c < shape_.head_dim; ++c) {
       std::memcpy(packed_sides_.data() + (slot * shape_.head_dim + c) * width,
                   view.side + c * row + skip, Size(width));

@@ -26,7 +26,7 @@ struct PiecePlace {
   std::uint64_t offset = 0;  // a multiple of 64
 };
 
-// Makes the bytes of a piece, valid until the next call.
+// Makes the bytes of a piece, valid until those of another piece are made.
 using PieceBytes = std::function<std::span<const std::byte>()>;
 
 // Keeps pieces that will not change any more.

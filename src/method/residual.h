@@ -88,8 +88,8 @@ struct ResidualSample {
   std::vector<float> dense;  // [D] attention over all tokens
 };
 
-// Sum of the masses of blocks, in double. A step adds those of all query heads by itself, while the
-// other threads wait.
+// Sum of the masses of blocks, in double. One thread adds those of all query heads, while the
+// others wait.
 double SumOfMass(std::span<const float> mass);
 
 // False where an estimate of the rest, its mass or its weighed values [D], holds NaN or inf: it is

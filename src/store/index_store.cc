@@ -11,6 +11,7 @@
 #include "memory/state_stream.h"
 #include "store/codec_fit.h"
 #include "store/layout.h"
+#include "store/plane_rows.h"
 
 namespace fathom {
 namespace {
@@ -20,7 +21,7 @@ void AddTo(std::vector<double>& total, const std::vector<double>& part) {
 }
 
 // Where a segment lies.
-struct Memory {
+struct Place {
   std::uint64_t* planes = nullptr;
   std::uint8_t* side = nullptr;
   std::int32_t row_blocks = 0;
@@ -34,39 +35,37 @@ std::size_t SideBytes(const IndexShape& shape) {
 }
 
 // A segment by itself: planes, then means or scales.
-Memory Alone(const IndexShape& shape, std::byte* bytes) {
+Place Alone(const IndexShape& shape, std::byte* bytes) {
   return {reinterpret_cast<std::uint64_t*>(bytes),
           reinterpret_cast<std::uint8_t*>(bytes + PlaneBytes(shape)), shape.segment_blocks};
 }
 
-SegmentView View(const Memory& memory, std::int32_t n_blocks, std::int32_t table) {
-  return {memory.planes, memory.side, n_blocks, table, memory.row_blocks};
+SegmentView View(const Place& place, std::int32_t n_blocks, std::int32_t table) {
+  return {place.planes, place.side, n_blocks, table, place.row_blocks};
 }
 
-std::uint64_t* Row(const Memory& memory, std::int64_t row) {
-  return memory.planes + row * memory.row_blocks;
+std::uint64_t* Row(const Place& place, std::int64_t row) {
+  return place.planes + row * place.row_blocks;
 }
 
-void Zero(const IndexShape& shape, const Memory& memory) {
+void Zero(const IndexShape& shape, const Place& place) {
   for (std::int64_t r = 0; r < std::int64_t{shape.head_dim} * kPlanes; ++r) {
-    std::fill_n(Row(memory, r), shape.segment_blocks, std::uint64_t{0});
+    std::fill_n(Row(place, r), shape.segment_blocks, std::uint64_t{0});
   }
-  std::fill_n(memory.side, SideBytes(shape), std::uint8_t{0});
+  std::fill_n(place.side, SideBytes(shape), std::uint8_t{0});
 }
 
 // The bytes of a segment by itself, as it is stored: in `copy` where it lies between others.
-std::span<const std::byte> StoredBytes(const IndexShape& shape, const Memory& memory,
+std::span<const std::byte> StoredBytes(const IndexShape& shape, const Place& place,
                                        std::vector<std::byte>* copy) {
   const auto size = static_cast<std::size_t>(shape.SegmentBytes());
-  auto* first = reinterpret_cast<std::byte*>(memory.planes);
-  const Memory alone = Alone(shape, first);
-  if (memory.row_blocks == alone.row_blocks && memory.side == alone.side) return {first, size};
+  auto* first = reinterpret_cast<std::byte*>(place.planes);
+  const Place alone = Alone(shape, first);
+  if (place.row_blocks == alone.row_blocks && place.side == alone.side) return {first, size};
   copy->resize(size);
-  const Memory to = Alone(shape, copy->data());
-  for (std::int64_t r = 0; r < std::int64_t{shape.head_dim} * kPlanes; ++r) {
-    std::copy_n(Row(memory, r), shape.segment_blocks, Row(to, r));
-  }
-  std::copy_n(memory.side, SideBytes(shape), to.side);
+  const Place to = Alone(shape, copy->data());
+  CopyPlanes(View(place, 0, 0), shape, 0, shape.segment_blocks, to.planes);
+  std::copy_n(place.side, SideBytes(shape), to.side);
   return *copy;
 }
 
@@ -92,7 +91,7 @@ struct HeadIndex::Built {
         segment_blocks(static_cast<std::size_t>(shape.segment_blocks)),
         row_segments(static_cast<std::size_t>(layout::RowSegments(shape.segment_blocks))) {}
 
-  Memory At(std::size_t s) {
+  Place At(std::size_t s) {
     const std::size_t first = s / row_segments * row_segments;
     const std::size_t n = std::min(row_segments, n_segments - first);
     std::byte* row = bytes.data() + first * plane_bytes;
@@ -107,7 +106,7 @@ struct HeadIndex::Built {
 };
 
 struct HeadIndex::Segment {
-  Memory memory;               // of `own`, of Built, or of what the index was loaded from
+  Place place;                 // of `own`, of Built, or of what the index was loaded from
   AlignedBuffer own;           // planes, then means or scales
   std::uint64_t id = 0;        // of the piece that it was stored as; 0 while it may change
   CodecSums sums;              // of the last segment; released when the segment is closed
@@ -191,14 +190,14 @@ void HeadIndex::PackBlocks(const Half* rows, std::int64_t n_blocks, const Backen
 void HeadIndex::AddSegment(std::int32_t table) {
   Segment segment;
   if (built_ != nullptr && segments_.size() < built_->n_segments) {
-    segment.memory = built_->At(segments_.size());
-    Zero(shape_, segment.memory);  // it may have held a segment that was cut off
+    segment.place = built_->At(segments_.size());
+    Zero(shape_, segment.place);  // it may have held a segment that was cut off
   } else {
     segment.own = AlignedBuffer(static_cast<std::size_t>(shape_.SegmentBytes()));
-    segment.memory = Alone(shape_, segment.own.data());
+    segment.place = Alone(shape_, segment.own.data());
   }
   if (tracks()) segment.sums = CodecSums(shape_.head_dim);
-  const SegmentView view = View(segment.memory, 0, table);
+  const SegmentView view = View(segment.place, 0, table);
   views_.reserve(views_.size() + 1);  // the two lists cannot come apart when memory runs out
   segments_.push_back(std::move(segment));
   views_.push_back(view);
@@ -241,7 +240,7 @@ void HeadIndex::CloseSegment(std::size_t s, std::vector<double> errors) {
 
 // Arguments that pack x, or that have packed it, as block `block` of the last segment.
 PackArgs HeadIndex::BlockArgs(std::int32_t block, const float* x) {
-  const Memory& memory = segments_.back().memory;
+  const Place& place = segments_.back().place;
   PackArgs args;
   args.codec = shape_.codec;
   args.head_dim = shape_.head_dim;
@@ -254,9 +253,9 @@ PackArgs HeadIndex::BlockArgs(std::int32_t block, const float* x) {
     args.mean_step = codec.mean_step.data();
     args.range = codec.range.data();
   }
-  args.planes = memory.planes;
-  args.side = memory.side;
-  args.row_blocks = memory.row_blocks;
+  args.planes = place.planes;
+  args.side = place.side;
+  args.row_blocks = place.row_blocks;
   return args;
 }
 
@@ -296,7 +295,7 @@ void HeadIndex::Save(StateWriter* out) {
   std::vector<std::byte> copy;
   for (std::size_t s = 0; s < segments_.size(); ++s) {
     out->Put<std::int32_t>(views_[s].table);
-    const auto bytes = [&] { return StoredBytes(shape_, segments_[s].memory, &copy); };
+    const auto bytes = [&] { return StoredBytes(shape_, segments_[s].place, &copy); };
     views_[s].n_blocks == shape_.segment_blocks ? out->PutSealed(&segments_[s].id, bytes)
                                                 : out->PutOpen(bytes());
     out->PutAll(segments_[s].errors);
@@ -323,10 +322,10 @@ void HeadIndex::Load(StateReader* in) {
     const auto table =
         in->GetIn<std::int32_t>(0, n_codecs == 0 ? 0 : static_cast<int>(n_codecs) - 1);
     Segment segment;
-    segment.memory = Alone(
+    segment.place = Alone(
         shape_, in->GetPiece(static_cast<std::size_t>(shape_.SegmentBytes()), &segment.id).data());
     segment.errors = in->GetAll<double>(tracks() && !last ? n_errors : 0);
-    views_.push_back(View(segment.memory,
+    views_.push_back(View(segment.place,
                           static_cast<std::int32_t>(last ? n_blocks - s * shape_.segment_blocks
                                                          : shape_.segment_blocks),
                           table));

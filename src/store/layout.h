@@ -4,9 +4,10 @@
 //
 // Planes: 64-bit words [channel][plane][block]. Bit i of a word belongs to token i of the block;
 // plane p holds bit (3 - p) of the 4-bit code, so a prefix of planes of a channel is one contiguous
-// run. Segments made at once lie between each other's rows: [channel][plane][segment][block], see
-// RowSegments. Side data: fp16 scales [channel][block] (paper codec); int8 means [channel][block]
-// or packed nibbles, two blocks a byte, the even block in the low half, code + 8 (mean codec).
+// run where the segment lies by itself. Segments made at once lie between each other's rows:
+// [channel][plane][segment][block], see RowSegments. Side data: fp16 scales [channel][block] (paper
+// codec); int8 means [channel][block] or packed nibbles, two blocks a byte, the even block in the
+// low half, code + 8 (mean codec).
 //
 // Labels, for the dot products of bytes (Backend::ScanLabels): see LabelPlace; fp16 scales
 // [channel][block] as in the paper codec.
@@ -26,9 +27,10 @@ constexpr std::size_t PlaneWord(int channel, int plane, int block, int row_block
          static_cast<std::size_t>(block);
 }
 
-// How many segments share rows where many are made at once: a row of them is one page of memory,
-// because a scan reads few rows, and finding where a page lies takes as long as reading 512 bytes
-// of it. Segments start at a cache line, so those of odd sizes do not share.
+// How many segments share rows where many are made at once: with sizes that divide 512 blocks, as
+// 64 does, a row of them is one page of memory, because a scan reads few rows, and finding where a
+// page lies takes as long as reading 512 bytes of it. Segments start at a cache line, so those
+// whose size is no multiple of 8 do not share.
 constexpr int RowSegments(int segment_blocks) {
   constexpr int kPageWords = 512, kLineWords = 8;
   return segment_blocks % kLineWords == 0 && segment_blocks < kPageWords
@@ -115,7 +117,7 @@ static_assert(SideBytes(Codec::kPaper, 128, 0, 64) == 4 * 64 * 64);
 static_assert(SideBytes(Codec::kMean, 128, 4, 64) == 1 * 64 * 64);
 static_assert(SideBytes(Codec::kMean, 128, 8, 64) == 2 * 64 * 64);
 static_assert(RowSegments(64) == 8 && RowSegments(4) == 1 && RowSegments(512) == 1);
-// A prefix of planes is one run, and the next channel follows.
+// A prefix of planes of a segment by itself is one run, and the next channel follows.
 static_assert(PlaneWord(0, 1, 0, 64) == PlaneWord(0, 0, 63, 64) + 1);
 static_assert(PlaneWord(1, 0, 0, 64) == PlaneWord(0, 3, 63, 64) + 1);
 // 16 bytes of codes per token for 32 channels of 4 bits, 32 for 128 of 2.

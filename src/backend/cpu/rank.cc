@@ -20,6 +20,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <span>
 
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/mean_scanner.h"

@@ -134,7 +134,8 @@ FATHOM_INLINE Bytes InRegister(Bytes x) {
 // Planes' words that will be read some blocks on, fetched evenly: with every group of planes a tile
 // fetches one or two of its own planes, so that those of eight blocks take the tiles of eight
 // blocks. In one go they would take all the places for outstanding misses, which loads from the
-// second-level cache need as well. What follows fewer than eight blocks is not there to be fetched.
+// second-level cache need as well. Fewer than eight blocks, the last of a segment, fetch only some
+// of the next ones' words.
 struct TileAhead {
   static constexpr int kTiles = kWideBlocks / kTileBlocks;
   static_assert(kTiles < kWidePlanes && kWidePlanes <= 2 * kTiles);
