@@ -13,6 +13,7 @@
 #include "base/half.h"
 #include "fathom/fathom.h"
 #include "method/residual.h"
+#include "plan/sums.h"
 #include "support/compare.h"
 #include "support/layered_session.h"
 
@@ -84,16 +85,19 @@ TEST(Residual, OfExactScoresAndOneValueIsDense) {
 
 // --- the mass
 
-TEST(SumOfMass, IsTheSumOfAnyNumberOfBlocks) {
+TEST(SumInLanes, IsTheSumOfAnyNumberOfBlocks) {
+  const auto sum_of = [](const std::vector<float>& x) {
+    return SumInLanes(x.size(), [&](std::size_t i) { return double{x[i]}; });
+  };
   std::vector<float> mass;
   double sum = 0;
   for (int n = 0; n <= 17; ++n) {
-    EXPECT_EQ(SumOfMass(mass), sum) << n;  // powers of two and their sums are exact
+    EXPECT_EQ(sum_of(mass), sum) << n;  // powers of two and their sums are exact
     mass.push_back(std::exp2(static_cast<float>(n % 5) - 20));
     sum += mass.back();
   }
   mass[9] = std::numeric_limits<float>::quiet_NaN();
-  EXPECT_TRUE(std::isnan(SumOfMass(mass)));
+  EXPECT_TRUE(std::isnan(sum_of(mass)));
 }
 
 // --- the factor

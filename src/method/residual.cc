@@ -4,9 +4,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cmath>
-#include <iterator>
 #include <limits>
-#include <numeric>
 
 #include "base/half.h"
 #include "memory/state_stream.h"
@@ -98,18 +96,6 @@ void ValueMeans::Clear() {
 
 bool IsUsableRest(double mass, std::span<const float> rest) {
   return std::isfinite(mass) && std::ranges::all_of(rest, [](float x) { return std::isfinite(x); });
-}
-
-// Eight sums do not wait for one another.
-double SumOfMass(std::span<const float> mass) {
-  constexpr std::size_t kSums = 8;
-  double sum[kSums] = {};
-  std::size_t i = 0;
-  for (; i + kSums <= mass.size(); i += kSums) {
-    for (std::size_t j = 0; j < kSums; ++j) sum[j] += mass[i + j];
-  }
-  for (std::size_t j = 0; i < mass.size(); ++i, ++j) sum[j] += mass[i];
-  return std::accumulate(std::begin(sum), std::end(sum), 0.0);
 }
 
 float FitResidualFactor(std::span<const ResidualSample> samples) {

@@ -88,10 +88,6 @@ struct ResidualSample {
   std::vector<float> dense;  // [D] attention over all tokens
 };
 
-// Sum of the masses of blocks, in double. One thread adds those of all query heads, while the
-// others wait.
-double SumOfMass(std::span<const float> mass);
-
 // False where an estimate of the rest, its mass or its weighed values [D], holds NaN or inf: it is
 // left out then, so that it cannot spoil what was attended exactly.
 bool IsUsableRest(double mass, std::span<const float> rest);

@@ -8,6 +8,7 @@
 
 #include "fathom/calibration.h"
 #include "method/head_stats.h"
+#include "plan/sums.h"
 
 namespace fathom {
 namespace {
@@ -307,7 +308,9 @@ void SparseMethod::MeasureRest(const Step& step, const float* q) {
   rest_mass_.resize(n_heads);
   ranks() ? MassOfRank(step) : MassOfScores(step, q);
   for (std::size_t h = 0; h < n_heads; ++h) {
-    rest_mass_[h] = static_cast<float>(SumOfMass({mass_.data() + h * n_blocks, n_blocks}));
+    const float* blocks = mass_.data() + h * n_blocks;
+    rest_mass_[h] =
+        static_cast<float>(SumInLanes(n_blocks, [&](std::size_t b) { return double{blocks[b]}; }));
   }
   WeighRest(step, n_blocks);
 }

@@ -83,26 +83,24 @@ std::int64_t IndexShape::IndexBytes(std::int64_t n_blocks) const {
 // a few cache lines in very many places. Planes of layout::RowSegments at a time, the last ones
 // perhaps fewer, that lie between each other's rows; then the sides of all.
 struct HeadIndex::Built {
-  Built(const IndexShape& shape, std::size_t n)
-      : bytes(n * static_cast<std::size_t>(shape.SegmentBytes())),
-        n_segments(n),
-        plane_bytes(PlaneBytes(shape)),
-        side_bytes(SideBytes(shape)),
-        segment_blocks(static_cast<std::size_t>(shape.segment_blocks)),
-        row_segments(static_cast<std::size_t>(layout::RowSegments(shape.segment_blocks))) {}
+  Built(const IndexShape& index, std::size_t n)
+      : shape(index), n_segments(n), bytes(n * static_cast<std::size_t>(index.SegmentBytes())) {}
 
   Place At(std::size_t s) {
-    const std::size_t first = s / row_segments * row_segments;
-    const std::size_t n = std::min(row_segments, n_segments - first);
-    std::byte* row = bytes.data() + first * plane_bytes;
-    return {
-        reinterpret_cast<std::uint64_t*>(row) + (s - first) * segment_blocks,
-        reinterpret_cast<std::uint8_t*>(bytes.data() + n_segments * plane_bytes + s * side_bytes),
-        static_cast<std::int32_t>(n * segment_blocks)};
+    const auto together = static_cast<std::size_t>(layout::RowSegments(shape.segment_blocks));
+    const std::size_t place = s % together, first = s - place;
+    const std::size_t n = std::min(together, n_segments - first);
+    const auto blocks = static_cast<std::size_t>(shape.segment_blocks);
+    std::byte* planes = bytes.data() + first * PlaneBytes(shape);
+    std::byte* sides = bytes.data() + n_segments * PlaneBytes(shape);
+    return {reinterpret_cast<std::uint64_t*>(planes) + place * blocks,
+            reinterpret_cast<std::uint8_t*>(sides) + s * SideBytes(shape),
+            static_cast<std::int32_t>(n * blocks)};
   }
 
+  const IndexShape shape;
+  const std::size_t n_segments;
   AlignedBuffer bytes;
-  const std::size_t n_segments, plane_bytes, side_bytes, segment_blocks, row_segments;
 };
 
 struct HeadIndex::Segment {

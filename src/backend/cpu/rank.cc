@@ -162,7 +162,9 @@ class Ranker {
         MarkBlocks(kv, h, table, p, least, a_.exp_scale == 0 ? nullptr : &head.last);
       }
     });
-    for (std::int64_t i = 0; i < n_query_heads(); ++i) DropTies(i, thread);
+    for (std::int64_t i = 0; i < n_query_heads(); ++i) {
+      if (heads_[i].excess[thread] > 0) DropTies(i, thread);
+    }
     // Winners of the union.
     for (std::size_t kv = 0; kv < a_.heads.size(); ++kv) UnionCount(kv, thread) = 0;
     ForRange(thread, [&](std::int64_t kv, const Piece& p) {
