@@ -121,7 +121,8 @@ TEST(Half, ArraysOfAnyLengthAndAlignmentEqualScalars) {
 TEST(CpuFeatures, AreConsistent) {
   const CpuFeatures& f = GetCpuFeatures();
   EXPECT_EQ(&f, &GetCpuFeatures());
-  if (f.avx512bw || f.avx512dq || f.avx512vl || f.avx512vbmi || f.avx512vnni || f.avx512bf16) {
+  if (f.avx512bw || f.avx512dq || f.avx512vl || f.avx512vbmi || f.avx512vbmi2 || f.avx512vnni ||
+      f.avx512bf16) {
     EXPECT_TRUE(f.avx512f);
   }
   if (f.avx512f) {

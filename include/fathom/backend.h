@@ -249,7 +249,7 @@ struct SelectArgs {
 // rest is NaN.
 struct RankHead {
   std::span<const SegmentView> segments;  // n_index tokens together, the same for all heads
-  std::span<const ScanTable> tables;
+  std::span<const ScanTable> tables;      // with a planner, their contents come later
   // Out, as in SelectHead.
   std::int32_t* tokens = nullptr;
   std::uint16_t* mask = nullptr;
@@ -258,6 +258,18 @@ struct RankHead {
   float* rest = nullptr;  // [group][rest_stride], of which n_index / 64 are written
   std::int64_t rest_stride = 0;
   float* cut = nullptr;  // [group]
+};
+
+// Makes the tables of KV heads when a backend wants them, so that a call need not be preceded by a
+// parallel region of its own.
+class RankPlanner {
+ public:
+  // Fills RankHead::tables of one KV head. Called once for each, from any thread, for different
+  // heads at the same time. What it throws, Rank throws, and leaves its outputs unspecified.
+  virtual void PlanHead(std::int64_t kv_head) = 0;
+
+ protected:
+  ~RankPlanner() = default;
 };
 
 // Candidates are tokens [first, last) as in SelectArgs, with 0 <= first, first + keep <= last and
@@ -274,6 +286,15 @@ struct RankArgs {
   std::int64_t keep = 0;
   float exp_scale = 0;  // >= 0: 1/sqrt(D) for scores that are plain dot products; 0: no rest
   std::span<const RankHead> heads;
+  RankPlanner* planner = nullptr;  // null: the tables are made
+
+  // For backends that want all tables first.
+  void PlanHeads() const {
+    if (planner == nullptr) return;
+    for (std::size_t h = 0; h < heads.size(); ++h) {
+      planner->PlanHead(static_cast<std::int64_t>(h));
+    }
+  }
 };
 
 // --- attend: softmax attention of one query position over chosen rows

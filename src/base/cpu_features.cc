@@ -79,6 +79,7 @@ CpuFeatures Detect() {
   f.avx512dq = __builtin_cpu_supports("avx512dq") != 0;
   f.avx512vl = __builtin_cpu_supports("avx512vl") != 0;
   f.avx512vbmi = __builtin_cpu_supports("avx512vbmi") != 0;
+  f.avx512vbmi2 = __builtin_cpu_supports("avx512vbmi2") != 0;
   f.avx512vnni = __builtin_cpu_supports("avx512vnni") != 0;
   f.avx512bf16 = __builtin_cpu_supports("avx512bf16") != 0;
   f.gfni = __builtin_cpu_supports("gfni") != 0;

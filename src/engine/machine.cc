@@ -21,6 +21,7 @@ MachineInfo DescribeMachine() {
   add(cpu.avx512dq, "avx512dq");
   add(cpu.avx512vl, "avx512vl");
   add(cpu.avx512vbmi, "avx512vbmi");
+  add(cpu.avx512vbmi2, "avx512vbmi2");
   add(cpu.avx512vnni, "avx512vnni");
   add(cpu.avx512bf16, "avx512bf16");
   add(cpu.gfni, "gfni");

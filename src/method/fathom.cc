@@ -6,6 +6,8 @@
 // section 3): fp16 block scales and reverse water-filling. Each part is an option, so that it can
 // be switched off and measured alone.
 #include <algorithm>
+#include <array>
+#include <cstddef>
 #include <memory>
 #include <utility>
 
@@ -142,7 +144,7 @@ class FathomMethod final : public PlaneMethod {
   }
 
  protected:
-  void PlanHead(std::int32_t layer, std::int32_t kv_head, HeadRead* read) override {
+  void PlanRead(std::int32_t layer, std::int32_t kv_head, HeadRead* read) override {
     const std::int32_t group = geometry().group();
     const double bits = bits_[static_cast<std::size_t>(layer)];
     if (config_own_.paper) {
@@ -252,14 +254,17 @@ class FathomMethod final : public PlaneMethod {
 
   void AddNoise(const HeadPlan& plan, const MeasuredPlan& levels, HeadRead* read) const {
     const auto dim = static_cast<std::size_t>(geometry().head_dim);
-    for (std::size_t g = 0; g < read->noise.size(); ++g) {
-      double noise = 0;
-      for (std::size_t j = 0; j < dim; ++j) {
+    // All heads at once: a sum waits for every addition.
+    std::array<double, kMaxGroup> noise{};
+    for (std::size_t j = 0; j < dim; ++j) {
+      const double distortion = plan.distortion[levels.level[j] * dim + j];
+      for (std::size_t g = 0; g < read->noise.size(); ++g) {
         const double q = read->q[g * dim + j];
-        noise += q * q * plan.distortion[levels.level[j] * dim + j];
+        noise[g] += q * q * distortion;
       }
-      read->noise[g] = static_cast<float>(noise);
     }
+    std::transform(noise.begin(), noise.begin() + static_cast<std::ptrdiff_t>(read->noise.size()),
+                   read->noise.begin(), [](double x) { return static_cast<float>(x); });
   }
 
   void FillTables(std::int32_t layer, std::int32_t kv_head, const MeasuredPlan& levels,

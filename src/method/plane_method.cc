@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/parallel.h"
+#include "plan/sums.h"
 
 namespace fathom {
 
@@ -21,28 +22,28 @@ PlaneMethod::PlaneMethod(const MethodContext& context, SparseConfig config, Laye
       reads_(static_cast<std::size_t>(geometry().n_kv_heads)),
       scan_(reads_.size()) {}
 
-double PlaneMethod::PlanHeads(std::int32_t layer, const float* q, const LayerScores& out) {
+void PlaneMethod::PlanHead(std::int64_t kv_head) {
   const std::int32_t group = geometry().group();
   const std::int32_t dim = geometry().head_dim;
-  ParallelFor(geometry().n_kv_heads, context_.backend->n_threads(), [&](std::int64_t h) {
-    const auto kv_head = static_cast<std::int32_t>(h);
-    const Basis& basis = index_.head(layer, kv_head).index.basis();
-    HeadRead& read = reads_[static_cast<std::size_t>(h)];
-    const float* head_q = q + h * group * dim;
-    read.q.resize(static_cast<std::size_t>(group * dim));
-    read.noise.assign(static_cast<std::size_t>(group), 0.0F);
-    basis.MapQueries(head_q, group, read.q.data());
-    PlanHead(layer, kv_head, &read);
-    for (std::int32_t g = 0; g < group; ++g) {
-      double offset = 0;
-      for (std::int32_t d = 0; d < dim; ++d) {
-        offset +=
-            static_cast<double>(head_q[g * dim + d]) * basis.center[static_cast<std::size_t>(d)];
-      }
-      out.offset[h * group + g] = static_cast<float>(offset);
-      out.noise[h * group + g] = read.noise[static_cast<std::size_t>(g)];
-    }
-  });
+  const auto head = static_cast<std::int32_t>(kv_head);
+  const Basis& basis = index_.head(query_.layer, head).index.basis();
+  HeadRead& read = reads_[static_cast<std::size_t>(kv_head)];
+  const float* q = query_.q + kv_head * group * dim;
+  read.q.resize(static_cast<std::size_t>(group * dim));
+  read.noise.assign(static_cast<std::size_t>(group), 0.0F);
+  basis.MapQueries(q, group, read.q.data());
+  PlanRead(query_.layer, head, &read);
+  for (std::int32_t g = 0; g < group; ++g) {
+    const float* head_q = q + g * dim;
+    query_.out.offset[kv_head * group + g] =
+        static_cast<float>(SumInLanes(static_cast<std::size_t>(dim), [&](std::size_t d) {
+          return static_cast<double>(head_q[d]) * basis.center[d];
+        }));
+    query_.out.noise[kv_head * group + g] = read.noise[static_cast<std::size_t>(g)];
+  }
+}
+
+double PlaneMethod::ReadBits() const {
   double bits = 0;
   for (const HeadRead& read : reads_) bits += read.read_bits;
   return bits;
@@ -51,7 +52,9 @@ double PlaneMethod::PlanHeads(std::int32_t layer, const float* q, const LayerSco
 double PlaneMethod::ScoreLayer(std::int32_t layer, std::int64_t /*n_tokens*/,
                                std::int64_t /*n_index*/, const float* q, const LayerScores& out) {
   const std::int32_t group = geometry().group();
-  const double bits = PlanHeads(layer, q, out);
+  query_ = {layer, q, out};
+  ParallelFor(geometry().n_kv_heads, context_.backend->n_threads(),
+              [this](std::int64_t h) { PlanHead(h); });
   for (std::int32_t h = 0; h < geometry().n_kv_heads; ++h) {
     const HeadRead& read = reads_[static_cast<std::size_t>(h)];
     scan_[static_cast<std::size_t>(h)] = {
@@ -61,19 +64,21 @@ double PlaneMethod::ScoreLayer(std::int32_t layer, std::int64_t /*n_tokens*/,
   const IndexShape& shape = index_.shape();
   context_.backend->Scan(
       {shape.codec, geometry().head_dim, group, shape.segment_blocks, shape.mean_bits, scan_});
-  return bits;
+  return ReadBits();
 }
 
-double PlaneMethod::PlanRank(std::int32_t layer, const float* q, const LayerScores& out,
-                             RankArgs* args, std::span<RankHead> heads) {
-  const double bits = PlanHeads(layer, q, out);
+void PlaneMethod::PrepareRank(std::int32_t layer, const float* q, const LayerScores& out,
+                              RankArgs* args, std::span<RankHead> heads) {
+  query_ = {layer, q, out};
   for (std::size_t h = 0; h < heads.size(); ++h) {
-    heads[h].segments = index_.head(layer, static_cast<std::int32_t>(h)).index.segments();
+    const HeadIndex& index = index_.head(layer, static_cast<std::int32_t>(h)).index;
+    reads_[h].tables.resize(index.codecs().size());
+    heads[h].segments = index.segments();
     heads[h].tables = reads_[h].tables;
   }
+  args->planner = this;
   args->segment_blocks = index_.shape().segment_blocks;
   args->mean_bits = index_.shape().mean_bits;
-  return bits;
 }
 
 }  // namespace fathom

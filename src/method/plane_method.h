@@ -24,7 +24,7 @@ struct HeadRead {
 // `basis=` as all scanning methods take it. Without a map, keys are centred or not.
 BasisRule ReadBasis(OptionReader& options, std::string_view fallback, bool centre_raw);
 
-class PlaneMethod : public SparseMethod {
+class PlaneMethod : public SparseMethod, private RankPlanner {
  public:
   PlaneMethod(const MethodContext& context, SparseConfig config, LayerIndexOptions index,
               std::string spec);
@@ -32,15 +32,16 @@ class PlaneMethod : public SparseMethod {
  protected:
   // Fills depth or tables, and read_bits, from read->q. Called for different KV heads from several
   // threads.
-  virtual void PlanHead(std::int32_t layer, std::int32_t kv_head, HeadRead* read) = 0;
+  virtual void PlanRead(std::int32_t layer, std::int32_t kv_head, HeadRead* read) = 0;
 
   double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index, const float* q,
                     const LayerScores& out) override;
   bool ranks() const override {
     return index_.shape().codec == Codec::kMean && group_rule() == GroupRule::kPerHead;
   }
-  double PlanRank(std::int32_t layer, const float* q, const LayerScores& out, RankArgs* args,
-                  std::span<RankHead> heads) override;
+  void PrepareRank(std::int32_t layer, const float* q, const LayerScores& out, RankArgs* args,
+                   std::span<RankHead> heads) override;
+  double ReadBits() const override;
   void BuildAll(std::int64_t n_tokens) override { index_.BuildAll(n_tokens); }
   void ExtendIndex(std::int32_t layer, std::int64_t n_tokens) override {
     index_.Extend(layer, n_tokens);
@@ -57,10 +58,18 @@ class PlaneMethod : public SparseMethod {
   const LayerIndex& index() const { return index_; }
 
  private:
-  // reads_, offsets and noise of every KV head; returns the read bits.
-  double PlanHeads(std::int32_t layer, const float* q, const LayerScores& out);
+  // A query position of one layer, while its heads are planned.
+  struct Query {
+    std::int32_t layer;
+    const float* q;
+    LayerScores out;
+  };
+
+  // reads_, offset and noise of a KV head for query_.
+  void PlanHead(std::int64_t kv_head) override;
 
   LayerIndex index_;
+  Query query_{};
   std::vector<HeadRead> reads_;  // [n_kv_heads]
   std::vector<ScanHead> scan_;   // [n_kv_heads]
 };

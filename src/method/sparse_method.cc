@@ -219,8 +219,7 @@ double SparseMethod::Rank(const Step& step, const float* q) {
   ReserveLists(step, group);
   auto& rank = HeadScratch<RankHead>(Size(heads.n_kv_heads));
   RankArgs args;
-  const double bits =
-      PlanRank(step.layer, q, {nullptr, 0, offset_.data(), noise_.data()}, &args, rank);
+  PrepareRank(step.layer, q, {nullptr, 0, offset_.data(), noise_.data()}, &args, rank);
   left_stride_ = 0;
   for (const SegmentView& segment : rank[0].segments) left_stride_ += segment.n_blocks;
   const bool rest = config_.residual != ResidualRule::kOff;
@@ -245,7 +244,7 @@ double SparseMethod::Rank(const Step& step, const float* q) {
   args.exp_scale = rest ? scale() : 0;
   args.heads = rank;
   context_.backend->Rank(args);
-  return bits;
+  return ReadBits();
 }
 
 void SparseMethod::Select(const Step& step) {

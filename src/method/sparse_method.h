@@ -78,15 +78,15 @@ class SparseMethod : public Method, protected StepSource {
   virtual double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index,
                             const float* q, const LayerScores& out) = 0;
 
-  // True where the backend ranks the method's index by itself (Backend::Rank): then PlanRank is
+  // True where the backend ranks the method's index by itself (Backend::Rank): then PrepareRank is
   // called in place of ScoreLayer, and no scores are written. Not with a group rule of its own.
   virtual bool ranks() const { return false; }
-  // Sets segments and tables of every KV head, segment_blocks and mean_bits, offsets and noise;
-  // returns the read bits as ScoreLayer does.
-  virtual double PlanRank(std::int32_t /*layer*/, const float* /*q*/, const LayerScores& /*out*/,
-                          RankArgs* /*args*/, std::span<RankHead> /*heads*/) {
-    return 0;
-  }
+  // Sets segments and tables of every KV head, segment_blocks and mean_bits, and a planner that
+  // fills the tables, and offsets and noise of `out`. ReadBits: when the planner has run, what
+  // ScoreLayer returns.
+  virtual void PrepareRank(std::int32_t /*layer*/, const float* /*q*/, const LayerScores& /*out*/,
+                           RankArgs* /*args*/, std::span<RankHead> /*heads*/) {}
+  virtual double ReadBits() const { return 0; }
 
   // The index, for methods that have one. ExtendIndex makes it where there is none.
   virtual void BuildAll(std::int64_t /*n_tokens*/) {}

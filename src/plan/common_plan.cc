@@ -1,10 +1,12 @@
 // SPDX-License-Identifier: MIT
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <iterator>
 #include <limits>
 
 #include "fathom/plan.h"
+#include "plan/sums.h"
 #include "plan/weights.h"
 
 namespace fathom {
@@ -31,16 +33,22 @@ MeasuredPlan PlanAtMultiplier(const float* q, std::int32_t group, const Distorti
   // their number says how far it goes.
   MeasuredPlan plan;
   plan.level.resize(dim);
-  for (std::size_t j = 0; j < dim; ++j) {
-    std::size_t taken = 0;
-    double bits = 0;
-    for (std::size_t s = 0; s < kSteps; ++s) {
-      const bool take = weight[j] * slope[s * dim + j] > multiplier;
-      taken += take ? 1 : 0;
-      bits += take ? cost[s * dim + j] : 0.0;
+  std::array<double, kMaxHeadDim> taken{}, bits{};
+  for (std::size_t s = 0; s < kSteps; ++s) {
+    for (std::size_t j = 0; j < dim; ++j) {
+      const double take = weight[j] * slope[s * dim + j] > multiplier ? 1 : 0;
+      taken[j] += take;
+      bits[j] += take * cost[s * dim + j];
     }
-    plan.read_bits += bits;
-    if (taken > 0) plan.level[j] = hull.steps(static_cast<std::int32_t>(j))[taken - 1].level;
+  }
+  plan.read_bits = SumInLanes(dim, [&](std::size_t j) { return bits[j]; });  // multiples of 1/64
+  for (std::size_t j = 0; j < dim; ++j) {
+    // No branch: which channels are read is no pattern. A channel has room for kSteps steps.
+    const auto n = static_cast<std::int32_t>(taken[j]);
+    const bool any = n > 0;
+    const std::uint8_t level =
+        hull.steps(static_cast<std::int32_t>(j)).data()[n - (any ? 1 : 0)].level;
+    plan.level[j] = any ? level : std::uint8_t{0};
   }
   return plan;
 }

@@ -50,7 +50,10 @@ class SpyBackend final : public Backend {
     if (on_select) on_select(args);
     inner_->Select(args);
   }
-  void Rank(const RankArgs& args) const override {
+  void Rank(const RankArgs& all) const override {
+    RankArgs args = all;
+    args.PlanHeads();
+    args.planner = nullptr;
     scanned_bits = 0;
     for (const RankHead& head : args.heads) CountBits(head.tables.front(), args.mean_bits);
     if (compose_rank || on_select) {

@@ -6,8 +6,6 @@
 //
 // Lazy values need a lower bound of each head's lse before the first value is read: each thread
 // scores the first and last rows for itself, which costs less than a barrier.
-#include <omp.h>
-
 #include <algorithm>
 #include <cassert>
 #include <cmath>
@@ -15,6 +13,7 @@
 
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/scratch.h"
+#include "backend/cpu/team.h"
 
 namespace fathom {
 namespace {
@@ -57,7 +56,17 @@ class AttendCall {
   AttendCall(const cpu::KernelTable& kernels, const AttendArgs& args)
       : k_(kernels), a_(args), group_(args.group), dim_(args.head_dim) {
     for (const AttendHead& head : a_.heads) n_chunks_ += Chunks(head);
-    TakeScratch();
+  }
+
+  std::size_t ScratchBytes() const { return IndexBytes() + OutBytes() + 4 * PartBytes(); }
+  void UseScratch(std::byte* at) {
+    const auto take = [&at](std::size_t bytes) {
+      at += bytes;
+      return reinterpret_cast<float*>(at - bytes);
+    };
+    first_chunk_ = reinterpret_cast<std::int64_t*>(take(IndexBytes()));
+    p_ = {take(OutBytes()), take(PartBytes()), take(PartBytes()), take(PartBytes()),
+          reinterpret_cast<std::int32_t*>(take(PartBytes()))};
     first_chunk_[0] = 0;
     for (std::size_t i = 0; i < a_.heads.size(); ++i) {
       first_chunk_[i + 1] = first_chunk_[i] + Chunks(a_.heads[i]);
@@ -93,20 +102,9 @@ class AttendCall {
   }
 
  private:
-  void TakeScratch() {
-    const std::size_t small = Size(n_chunks_ * group_);
-    const std::size_t index = cpu::LineBytes<std::int64_t>(a_.heads.size() + 1);
-    const std::size_t out = cpu::LineBytes<float>(small * Size(dim_));
-    const std::size_t part = cpu::LineBytes<float>(small);
-    std::byte* at = cpu::Scratch::Take(index + out + 4 * part);
-    const auto take = [&at](std::size_t bytes) {
-      at += bytes;
-      return reinterpret_cast<float*>(at - bytes);
-    };
-    first_chunk_ = reinterpret_cast<std::int64_t*>(take(index));
-    p_ = {take(out), take(part), take(part), take(part),
-          reinterpret_cast<std::int32_t*>(take(part))};
-  }
+  std::size_t IndexBytes() const { return cpu::LineBytes<std::int64_t>(a_.heads.size() + 1); }
+  std::size_t OutBytes() const { return cpu::LineBytes<float>(Size(n_chunks_ * group_ * dim_)); }
+  std::size_t PartBytes() const { return cpu::LineBytes<float>(Size(n_chunks_ * group_)); }
 
   void RunDense(const AttendHead& head, std::int64_t chunk, std::int64_t at) const {
     const std::int64_t first = chunk * cpu::kAttendDenseRows;
@@ -225,17 +223,17 @@ class AttendCall {
 void CpuBackend::Attend(const AttendArgs& a) const {
   assert(a.group > 0 && a.group <= kMaxGroup);
   assert(a.head_dim > 0 && a.head_dim <= kMaxHeadDim && a.head_dim % 16 == 0);
-  const AttendCall call(*kernels_, a);
+  AttendCall call(*kernels_, a);
   const std::int64_t n = call.n_chunks();
-#pragma omp parallel num_threads(Team(n)) if (n > 1)
-  {
-    const std::int64_t me = omp_get_thread_num();
-    const std::int64_t team = omp_get_num_threads();
-    call.Run(n * me / team, n * (me + 1) / team);
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (std::int64_t i = 0; i < call.n_query_heads(); ++i) call.Join(i);
-  }
+  const int threads = Threads(n);
+  const std::size_t team_bytes = cpu::Team::Bytes(threads);
+  std::byte* scratch = cpu::Scratch::Take(team_bytes + call.ScratchBytes());
+  call.UseScratch(scratch + team_bytes);
+  cpu::Team(threads, spins_, scratch).Run([&](const cpu::Team::Member& m) {
+    call.Run(n * m.thread() / m.size(), n * (m.thread() + 1) / m.size());
+    m.Wait();
+    m.ForMine(call.n_query_heads(), [&](std::int64_t i) { call.Join(i); });
+  });
 }
 
 }  // namespace fathom

@@ -21,6 +21,12 @@ std::string Missing(std::initializer_list<std::pair<bool, const char*>> needs) {
 
 }  // namespace
 
+CpuBackend::CpuBackend(const cpu::KernelTable* kernels, int n_threads)
+    : kernels_(kernels),
+      name_(std::string("cpu/") + kernels->isa),
+      n_threads_(n_threads),
+      spins_(n_threads <= UsableProcessors()) {}
+
 #ifdef FATHOM_CPU_X86
 
 std::string ProbeCpuAvx2() {
@@ -43,7 +49,10 @@ std::string ProbeCpuAvx512Vbmi() {
   std::string base = ProbeCpuAvx512();
   if (!base.empty()) return base;
   const CpuFeatures& f = GetCpuFeatures();
-  return Missing({{f.avx512vbmi, "avx512vbmi"}, {f.avx512vnni, "avx512vnni"}, {f.gfni, "gfni"}});
+  return Missing({{f.avx512vbmi, "avx512vbmi"},
+                  {f.avx512vbmi2, "avx512vbmi2"},
+                  {f.avx512vnni, "avx512vnni"},
+                  {f.gfni, "gfni"}});
 }
 
 std::string ProbeCpuAmx() {

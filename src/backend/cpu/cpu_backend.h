@@ -15,8 +15,7 @@ namespace fathom {
 
 class CpuBackend : public Backend {
  public:
-  CpuBackend(const cpu::KernelTable* kernels, int n_threads)
-      : kernels_(kernels), name_(std::string("cpu/") + kernels->isa), n_threads_(n_threads) {}
+  CpuBackend(const cpu::KernelTable* kernels, int n_threads);
 
   std::string_view name() const override { return name_; }
   int n_threads() const override { return n_threads_; }
@@ -37,11 +36,12 @@ class CpuBackend : public Backend {
   // Threads of a parallel region with that many tasks. The whole team or one: libgomp ends and
   // starts threads when the size of a team changes, which costs more than idle members do, and ggml
   // uses the same team between our calls.
-  int Team(std::int64_t tasks) const { return tasks > 1 ? n_threads_ : 1; }
+  int Threads(std::int64_t tasks) const { return tasks > 1 ? n_threads_ : 1; }
 
   const cpu::KernelTable* kernels_;
   std::string name_;
   int n_threads_;
+  bool spins_;  // every thread has a processor: see cpu::Team
 };
 
 // Why the kernels cannot run on this machine; empty when they can.

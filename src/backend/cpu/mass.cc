@@ -29,7 +29,7 @@ void CpuBackend::Mass(const MassArgs& a) const {
   constexpr std::int64_t kChunk = cpu::kMassChunkBlocks;
   const std::int64_t chunks = (a.n_blocks + kChunk - 1) / kChunk;
   const std::int64_t n = chunks * a.group * static_cast<std::int64_t>(a.heads.size());
-#pragma omp parallel for schedule(dynamic) num_threads(Team(n)) if (n > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(Threads(n)) if (n > 1)
   for (std::int64_t i = 0; i < n; ++i) {
     const std::int64_t query_head = i / chunks;
     const MassHead& head = a.heads[static_cast<std::size_t>(query_head / a.group)];

@@ -36,9 +36,16 @@ class MeanScanner {
                                std::int32_t group) {
     std::size_t most = 0;
     for (const ScanTable& t : tables) {
-      most = std::max(most, SumPlanBytes(kernels, t, group) + BasePlanBytes(kernels, t, group));
+      most = std::max(most, SumPlanBytes(kernels, t.plane.size(), group) +
+                                BasePlanBytes(kernels, t.channel.size(), group));
     }
     return most;
+  }
+  // The same of any tables.
+  static std::size_t PlanBytes(const KernelTable& kernels, std::int32_t head_dim,
+                               std::int32_t group) {
+    const auto dim = static_cast<std::size_t>(head_dim);
+    return SumPlanBytes(kernels, dim * kPlanes, group) + BasePlanBytes(kernels, dim, group);
   }
 
   MeanScanner(const KernelTable& kernels, Shape shape, std::byte* plan)
@@ -88,17 +95,16 @@ class MeanScanner {
   }
 
  private:
-  static std::size_t SumPlanBytes(const KernelTable& kernels, const ScanTable& t,
+  static std::size_t SumPlanBytes(const KernelTable& kernels, std::size_t n_planes,
                                   std::int32_t group) {
-    const std::int64_t bytes = kernels.scan_plan_bytes(static_cast<int>(t.plane.size()), group);
+    const std::int64_t bytes = kernels.scan_plan_bytes(static_cast<int>(n_planes), group);
     return LineBytes<std::byte>(static_cast<std::size_t>(bytes));
   }
-  static std::size_t BasePlanBytes(const KernelTable& kernels, const ScanTable& t,
+  static std::size_t BasePlanBytes(const KernelTable& kernels, std::size_t n_active,
                                    std::int32_t group) {
     if (kernels.scan_base_plan == nullptr) return 0;
-    const auto n_active = static_cast<int>(t.channel.size());
     return LineBytes<std::byte>(
-        static_cast<std::size_t>(kernels.scan_base_plan_bytes(n_active, group)));
+        static_cast<std::size_t>(kernels.scan_base_plan_bytes(static_cast<int>(n_active), group)));
   }
 
   // Segments of a session share few tables, and most of them rows: the last plan is kept.
@@ -115,7 +121,7 @@ class MeanScanner {
   }
 
   void PrepareBase(const ScanTable& table) {
-    base_plan_ = plan_ + SumPlanBytes(kernels_, table, shape_.group);
+    base_plan_ = plan_ + SumPlanBytes(kernels_, table.plane.size(), shape_.group);
     const ScanBasePlanArgs args = {
         shape_.segment_blocks, shape_.mean_bits,
         shape_.group,          static_cast<std::int32_t>(table.channel.size()),

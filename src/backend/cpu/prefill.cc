@@ -35,7 +35,7 @@ void CpuBackend::Prefill(const PrefillArgs& a) const {
   const int positions = TilePositions(a);
   const std::int64_t tiles = (a.n_queries + positions - 1) / positions;
   const std::int64_t n = tiles * g.n_kv_heads;
-  const int team = Team(n);
+  const int team = Threads(n);
   const std::int64_t stride = static_cast<std::int64_t>(g.n_heads) * g.head_dim;
   const std::size_t part = cpu::LineBytes<float>(
       static_cast<std::size_t>(kernels_->prefill_scratch(positions * g.group(), g.head_dim)));

@@ -3,29 +3,35 @@
 //
 // Every thread owns the same range of blocks in all phases, so that the bytes U it writes are read
 // again from its own cache; nothing but samples and the keys of candidates crosses to other cores.
-//   1. scan the own range: U of every token, base of every block, samples of the scores
-//   2. per query head: a threshold that a little more than `keep` tokens should reach
-//   3. own range: the keys of the tokens that reach it
-//   4. per query head: the exact score of the last winner, from those keys
-//   5. own range: one bit per token for the winners, and the rest of all others
-//   6. own range: the union of the group, written behind what earlier ranges write
+//   1. per KV head: its tables, where the caller wants them made here
+//   2. scan the own range: U of every token, base of every block, samples of the scores
+//   3. per query head: a threshold that a little more than `keep` tokens should reach
+//   4. own range: the keys of the tokens that reach it
+//   5. per query head: the exact score of the last winner, from those keys
+//   6. own range: one bit per token for the winners, and the rest of all others
+//   7. own range: the union of the group, written behind what earlier ranges write
 // The sample decides only how many keys there are: results do not depend on the ranges, that is on
-// the number of threads. Keys are in the order of their tokens, so that 4 knows how many of the
-// equal scores at the end of the ranking each range has too many: it drops them in 5.
-#include <omp.h>
+// the number of threads. Keys are in the order of their tokens, so that 5 knows how many of the
+// equal scores at the end of the ranking each range has too many: it drops them in 6.
+//
+// A phase takes a few microseconds, as much as a dozen lines that another core has just written:
+// what threads write side by side lies in lines of their own.
 
 #include <algorithm>
 #include <bit>
 #include <cassert>
 #include <cmath>
 #include <cstring>
+#include <exception>
 #include <limits>
 #include <span>
 
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/mean_scanner.h"
+#include "backend/cpu/rank_ranges.h"
 #include "backend/cpu/score_key.h"
 #include "backend/cpu/scratch.h"
+#include "backend/cpu/team.h"
 #include "store/layout.h"
 
 namespace fathom {
@@ -35,24 +41,24 @@ using cpu::KeyOfScore;
 using cpu::kMostTotal;
 using cpu::LeastTotal;
 using cpu::ScoreOfKey;
+using Member = cpu::Team::Member;
+using Piece = cpu::RankRanges::Piece;
 
-constexpr std::int64_t kUnitBlocks = 8;  // a cache line of every plane
 constexpr std::int64_t kSample = 1024;
 constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
 
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
-// Scratch of one query head.
-struct QueryHead {
+// Scratch of one query head; who has written the parts is said at the phases.
+struct alignas(cpu::kCacheLine) QueryHead {
   std::uint8_t* sums;      // [n_index]
   std::int32_t* base;      // [n_blocks]
-  std::uint64_t* winners;  // [n_blocks] bit i for token i; before phase 5, candidates
+  std::uint64_t* winners;  // [n_blocks] bit i for token i; before phase 6, candidates
   // Keys of candidates; every thread writes its own from where its tokens begin.
   std::int32_t* key;     // [n_index], room for kSelectSlack more behind each range
-  std::int32_t* count;   // [team]
   std::int32_t* sample;  // [kSample], likewise
-  float threshold;       // NaN: none, all are candidates
-  float last;            // score of the last winner
+  float* threshold;      // NaN: none, all are candidates
+  float* last;           // score of the last winner
   std::int32_t* excess;  // [team] tokens of that score too many in each range
 };
 
@@ -75,16 +81,14 @@ class Carver {
 
 class Ranker {
  public:
-  Ranker(const cpu::KernelTable& kernels, const RankArgs& a, int team)
-      : kernels_(kernels), a_(a), team_(team) {
-    if (a.heads.empty()) return;
-    for (const SegmentView& s : a.heads[0].segments) n_blocks_ += s.n_blocks;
-    units_ = (n_blocks_ + kUnitBlocks - 1) / kUnitBlocks;
-    for (const RankHead& head : a.heads) {
-      plan_bytes_ =
-          std::max(plan_bytes_, cpu::MeanScanner::PlanBytes(kernels, head.tables, a.group));
-    }
-  }
+  // threads: of the team, at most.
+  Ranker(const cpu::KernelTable& kernels, const RankArgs& a, int threads)
+      : kernels_(kernels),
+        a_(a),
+        threads_(threads),
+        ranges_(a.heads),
+        n_blocks_(ranges_.n_blocks()),
+        plan_bytes_(cpu::MeanScanner::PlanBytes(kernels, a.head_dim, a.group)) {}
 
   std::size_t ScratchBytes() {
     Carver carver(nullptr);
@@ -100,13 +104,50 @@ class Ranker {
     return a_.group * static_cast<std::int64_t>(a_.heads.size());
   }
 
-  void ScanRange(int thread) {
+  // All phases, for one member of the team.
+  void Run(const Member& m) {
+    if (a_.planner != nullptr) {
+      Plan(m);
+      m.Wait();
+      if (failure_) return;
+    }
+    ScanRange(m);
+    m.Wait();
+    m.ForMine(n_query_heads(), [&](std::int64_t i) { FindThreshold(i); });
+    m.Wait();
+    CollectRange(m);
+    m.Wait();
+    m.ForMine(n_query_heads(), [&](std::int64_t i) { FindLast(i, m.size()); });
+    m.Wait();
+    MarkRange(m);
+    m.Wait();
+    WriteUnion(m);
+    m.ForMine(static_cast<std::int64_t>(a_.heads.size()),
+              [&](std::int64_t kv) { WriteAlways(kv, m.size()); });
+  }
+
+  // What the planner has thrown, or null.
+  const std::exception_ptr& failure() const { return failure_; }
+
+ private:
+  void Plan(const Member& m) {
+    m.ForMine(static_cast<std::int64_t>(a_.heads.size()), [&](std::int64_t kv) {
+      try {
+        a_.planner->PlanHead(kv);
+      } catch (...) {
+#pragma omp critical(fathom_rank_failure)
+        failure_ = std::current_exception();
+      }
+    });
+  }
+
+  void ScanRange(const Member& m) {
     cpu::MeanScanner scanner(kernels_,
                              {a_.group, a_.segment_blocks, a_.mean_bits,
                               static_cast<std::int64_t>(layout::SideBytes(
                                   Codec::kMean, a_.head_dim, a_.mean_bits, a_.segment_blocks))},
-                             plans_ + Size(thread) * plan_bytes_);
-    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+                             plans_ + Size(m.thread()) * plan_bytes_);
+    ranges_.ForRange(m.thread(), m.size(), [&](std::int64_t kv, const Piece& p) {
       const RankHead& head = a_.heads[Size(kv)];
       const QueryHead& first = heads_[kv * a_.group];
       scanner.Run(
@@ -117,69 +158,70 @@ class Ranker {
   }
 
   void FindThreshold(std::int64_t i) {
-    QueryHead& head = heads_[i];
-    head.threshold = kNaN;
+    const QueryHead& head = heads_[i];
+    *head.threshold = kNaN;
     if (rank_ == 0) return;
     const float threshold = ScoreOfKey(kernels_.kth_key(head.sample, kSample, rank_));
-    if (std::isfinite(threshold)) head.threshold = threshold;
+    if (std::isfinite(threshold)) *head.threshold = threshold;
   }
 
-  void CollectRange(int thread) {
-    for (std::int64_t i = 0; i < n_query_heads(); ++i) heads_[i].count[thread] = 0;
-    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+  void CollectRange(const Member& m) {
+    std::fill_n(Counts(m.thread()), n_query_heads(), 0);
+    ranges_.ForRange(m.thread(), m.size(), [&](std::int64_t kv, const Piece& p) {
       const ScanTable& table = a_.heads[Size(kv)].tables[Size(p.segment->table)];
       for (std::int32_t h = 0; h < a_.group; ++h) {
-        const float threshold = heads_[kv * a_.group + h].threshold;
+        const float threshold = *heads_[kv * a_.group + h].threshold;
         const float scale = table.scale[Size(h)];
         MarkBlocks(kv, h, table, p,
                    std::isnan(threshold) ? -kMostTotal : LeastTotal(threshold, scale),
                    /*cut=*/nullptr);
-        ListKeys(kv, h, table, p, thread);
+        ListKeys(kv, h, table, p, m);
       }
     });
   }
 
-  void FindLast(std::int64_t i) {
-    QueryHead& head = heads_[i];
-    std::int64_t n = JoinKeys(head, i / a_.group);
+  void FindLast(std::int64_t i, int team) {
+    const QueryHead& head = heads_[i];
+    std::int64_t n = JoinKeys(i, team);
     const bool all = n < a_.keep;  // the sample was unlucky
     if (all) n = ListAllKeys(i);
     const std::int32_t last = kernels_.kth_key(head.key, n, a_.keep);
     const std::int64_t reach =
         std::count_if(head.key, head.key + n, [last](std::int32_t key) { return key >= last; });
-    head.last = ScoreOfKey(last);
-    SplitExcess(head, i / a_.group, {head.key, Size(n)}, last, reach - a_.keep, all);
-    if (a_.exp_scale != 0) a_.heads[Size(i / a_.group)].cut[i % a_.group] = head.last;
+    *head.last = ScoreOfKey(last);
+    SplitExcess(i, team, {head.key, Size(n)}, last, reach - a_.keep, all);
+    if (a_.exp_scale != 0) a_.heads[Size(i / a_.group)].cut[i % a_.group] = *head.last;
   }
 
-  void MarkRange(int thread) {
-    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+  void MarkRange(const Member& m) {
+    ranges_.ForRange(m.thread(), m.size(), [&](std::int64_t kv, const Piece& p) {
       const ScanTable& table = a_.heads[Size(kv)].tables[Size(p.segment->table)];
       for (std::int32_t h = 0; h < a_.group; ++h) {
-        const QueryHead& head = heads_[kv * a_.group + h];
+        const float* last = heads_[kv * a_.group + h].last;
         const std::int32_t least =
-            std::isnan(head.last) ? -kMostTotal : LeastTotal(head.last, table.scale[Size(h)]);
-        MarkBlocks(kv, h, table, p, least, a_.exp_scale == 0 ? nullptr : &head.last);
+            std::isnan(*last) ? -kMostTotal : LeastTotal(*last, table.scale[Size(h)]);
+        MarkBlocks(kv, h, table, p, least, a_.exp_scale == 0 ? nullptr : last);
       }
     });
     for (std::int64_t i = 0; i < n_query_heads(); ++i) {
-      if (heads_[i].excess[thread] > 0) DropTies(i, thread);
+      if (heads_[i].excess[m.thread()] > 0) DropTies(i, m);
     }
     // Winners of the union.
-    for (std::size_t kv = 0; kv < a_.heads.size(); ++kv) UnionCount(kv, thread) = 0;
-    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
-      UnionCount(Size(kv), thread) += Unite(kv, p, nullptr, nullptr);
+    std::int64_t* count = UnionCounts(m.thread());
+    std::fill_n(count, a_.heads.size(), 0);
+    ranges_.ForRange(m.thread(), m.size(), [&](std::int64_t kv, const Piece& p) {
+      count[kv] += Unite(kv, p, nullptr, nullptr);
     });
   }
 
-  void WriteUnion(int thread) {
+  void WriteUnion(const Member& m) {
     std::int64_t at = 0;
     std::int64_t current = -1;
-    ForRange(thread, [&](std::int64_t kv, const Piece& p) {
+    ranges_.ForRange(m.thread(), m.size(), [&](std::int64_t kv, const Piece& p) {
       if (kv != current) {
         current = kv;
         at = a_.first;
-        for (int t = 0; t < thread; ++t) at += UnionCount(Size(kv), t);
+        for (int t = 0; t < m.thread(); ++t) at += UnionCounts(t)[kv];
       }
       const RankHead& out = a_.heads[Size(kv)];
       at += Unite(kv, p, out.tokens + at, out.mask + at);
@@ -187,7 +229,7 @@ class Ranker {
   }
 
   // The tokens that are always attended, around the winners.
-  void WriteAlways(std::int64_t kv) {
+  void WriteAlways(std::int64_t kv, int team) {
     const RankHead& out = a_.heads[Size(kv)];
     const auto everyone = static_cast<std::uint16_t>((1u << a_.group) - 1);
     std::int64_t at = 0;
@@ -198,39 +240,32 @@ class Ranker {
       }
     };
     add(0, a_.first);
-    for (int t = 0; t < team_; ++t) at += UnionCount(Size(kv), t);
+    for (int t = 0; t < team; ++t) at += UnionCounts(t)[kv];
     add(a_.last, a_.n_tokens);
     *out.n_attended = at;
   }
-
- private:
-  // Consecutive blocks of one segment.
-  struct Piece {
-    const SegmentView* segment;
-    const SegmentView* next;
-    std::int64_t block;  // of the head
-    std::int32_t first;  // of the segment
-    std::int32_t count;
-  };
 
   void Carve(Carver* carver) {
     const std::int64_t n = n_query_heads();
     const std::int64_t n_index = n_blocks_ * kBlockTokens;
     sums_stride_ = n_index;
-    base_stride_ = static_cast<std::int64_t>(cpu::LineBytes<std::int32_t>(Size(n_blocks_)) /
-                                             sizeof(std::int32_t));
+    base_stride_ = StrideOf<std::int32_t>(n_blocks_);
     heads_ = carver->Take<QueryHead>(n);
-    plans_ = carver->Take<std::byte>(static_cast<std::int64_t>(plan_bytes_) * team_);
-    union_ = carver->Take<std::int64_t>(static_cast<std::int64_t>(a_.heads.size()) * team_);
+    plans_ = carver->Take<std::byte>(static_cast<std::int64_t>(plan_bytes_) * threads_);
+    counts_stride_ = StrideOf<std::int32_t>(n);
+    counts_ = carver->Take<std::int32_t>(counts_stride_ * threads_);
+    union_stride_ = StrideOf<std::int64_t>(static_cast<std::int64_t>(a_.heads.size()));
+    union_ = carver->Take<std::int64_t>(union_stride_ * threads_);
     auto* sums = carver->Take<std::uint8_t>(n * sums_stride_);
     auto* base = carver->Take<std::int32_t>(n * base_stride_);
     winners_ = carver->Take<std::uint64_t>(n * n_blocks_);
     for (std::int64_t i = 0; i < n; ++i) {
       QueryHead head = {};
-      head.key = carver->Take<std::int32_t>(n_index + (team_ + 1) * cpu::kSelectSlack);
-      head.count = carver->Take<std::int32_t>(team_);
-      head.excess = carver->Take<std::int32_t>(team_);
+      head.key = carver->Take<std::int32_t>(n_index + (threads_ + 1) * cpu::kSelectSlack);
       head.sample = carver->Take<std::int32_t>(kSample + cpu::kSelectSlack);
+      head.threshold = carver->Take<float>(1);
+      head.last = carver->Take<float>(1);
+      head.excess = carver->Take<std::int32_t>(threads_);
       if (heads_ == nullptr) continue;
       head.sums = sums + i * sums_stride_;
       head.base = base + i * base_stride_;
@@ -238,6 +273,12 @@ class Ranker {
       heads_[i] = head;
     }
     rank_ = SampleRank();
+  }
+
+  // Elements of n, rounded up to whole cache lines.
+  template <typename T>
+  static std::int64_t StrideOf(std::int64_t n) {
+    return static_cast<std::int64_t>(cpu::LineBytes<T>(Size(n)) / sizeof(T));
   }
 
   // Of the sample, how many should be candidates, so that `keep` tokens nearly always are; 0 when a
@@ -248,38 +289,6 @@ class Ranker {
     const double expected = static_cast<double>(a_.keep * kSample) / static_cast<double>(n);
     const auto rank = static_cast<std::int64_t>(expected + 3 * std::sqrt(expected)) + 4;
     return rank <= kSample * 3 / 4 ? rank : 0;
-  }
-
-  // fn(kv, piece) for the blocks of a thread, in order.
-  template <typename Fn>
-  void ForRange(int thread, const Fn& fn) const {
-    const std::int64_t all = units_ * static_cast<std::int64_t>(a_.heads.size());
-    const std::int64_t begin = all * thread / team_;
-    const std::int64_t end = all * (thread + 1) / team_;
-    for (std::int64_t kv = begin / std::max<std::int64_t>(units_, 1); kv * units_ < end; ++kv) {
-      const std::int64_t from = std::max(begin - kv * units_, std::int64_t{0}) * kUnitBlocks;
-      const std::int64_t to = std::min((end - kv * units_) * kUnitBlocks, n_blocks_);
-      const auto segments = a_.heads[Size(kv)].segments;
-      std::int64_t at = 0;  // first block of the segment
-      for (std::size_t s = 0; s < segments.size() && at < to; at += segments[s].n_blocks, ++s) {
-        const std::int64_t last = std::min<std::int64_t>(to - at, segments[s].n_blocks);
-        const bool more = at + segments[s].n_blocks < to && s + 1 < segments.size();
-        std::int64_t b = std::max<std::int64_t>(from - at, 0);
-        // Kernels take an even first block.
-        for (; b < last; b += cpu::kScanChunkBlocks) {
-          const auto count = std::min<std::int64_t>(last - b, cpu::kScanChunkBlocks);
-          fn(kv, Piece{&segments[s], more ? &segments[s + 1] : nullptr, at + b,
-                       static_cast<std::int32_t>(b), static_cast<std::int32_t>(count)});
-        }
-      }
-    }
-  }
-
-  std::int64_t RangeBegin(int thread, std::int64_t kv) const {
-    const std::int64_t all = units_ * static_cast<std::int64_t>(a_.heads.size());
-    const std::int64_t unit =
-        std::clamp<std::int64_t>(all * thread / team_ - kv * units_, 0, units_);
-    return std::min(unit * kUnitBlocks, n_blocks_) * kBlockTokens;
   }
 
   float ScoreAt(const QueryHead& head, const ScanTable& table, std::int32_t h,
@@ -356,39 +365,42 @@ class Ranker {
   // The keys of a piece's candidates, behind those the thread has. Slack behind the last key may
   // reach into the keys of the next thread: hence kSelectSlack between ranges.
   void ListKeys(std::int64_t kv, std::int32_t h, const ScanTable& table, const Piece& p,
-                int thread) const {
+                const Member& m) const {
     const QueryHead& head = heads_[kv * a_.group + h];
-    std::int32_t* key = head.key + KeyBegin(thread, kv) + head.count[thread];
-    head.count[thread] += static_cast<std::int32_t>(
+    std::int32_t& count = Counts(m.thread())[kv * a_.group + h];
+    std::int32_t* key = head.key + KeyBegin(m.thread(), m.size(), kv) + count;
+    count += static_cast<std::int32_t>(
         Keys(head, table, h, p.block, head.winners + p.block, nullptr, p.count, key));
   }
 
-  std::int64_t KeyBegin(int thread, std::int64_t kv) const {
-    return RangeBegin(thread, kv) + thread * std::int64_t{cpu::kSelectSlack};
+  std::int64_t KeyBegin(int thread, int team, std::int64_t kv) const {
+    return ranges_.Begin(thread, team, kv) + thread * std::int64_t{cpu::kSelectSlack};
   }
 
   // Moves the keys of all threads together; returns how many there are.
-  std::int64_t JoinKeys(const QueryHead& head, std::int64_t kv) const {
+  std::int64_t JoinKeys(std::int64_t i, int team) const {
+    std::int32_t* key = heads_[i].key;
     std::int64_t n = 0;
-    for (int thread = 0; thread < team_; ++thread) {
-      const std::int64_t from = KeyBegin(thread, kv);
-      const std::size_t bytes = Size(head.count[thread]) * sizeof(std::int32_t);
-      if (from != n && bytes > 0) std::memmove(head.key + n, head.key + from, bytes);
-      n += head.count[thread];
+    for (int thread = 0; thread < team; ++thread) {
+      const std::int64_t from = KeyBegin(thread, team, i / a_.group);
+      const std::int32_t count = Counts(thread)[i];
+      if (from != n && count > 0) std::memmove(key + n, key + from, Size(count) * sizeof(*key));
+      n += count;
     }
     return n;
   }
 
   // Of the tokens with the last winner's score, the latest ones are no winners: those that a range
   // has too many.
-  void DropTies(std::int64_t i, int thread) const {
+  void DropTies(std::int64_t i, const Member& m) const {
     const QueryHead& head = heads_[i];
-    std::int32_t excess = head.excess[thread];
+    std::int32_t excess = head.excess[m.thread()];
     const RankHead& out = a_.heads[Size(i / a_.group)];
     const auto h = static_cast<std::int32_t>(i % a_.group);
-    const std::int32_t last = KeyOfScore(head.last);
-    const std::int64_t from = RangeBegin(thread, i / a_.group) / kBlockTokens;
-    const std::int64_t to = RangeBegin(thread + 1, i / a_.group) / kBlockTokens;
+    const std::int32_t last = KeyOfScore(*head.last);
+    const std::int64_t kv = i / a_.group;
+    const std::int64_t from = ranges_.Begin(m.thread(), m.size(), kv) / kBlockTokens;
+    const std::int64_t to = ranges_.Begin(m.thread() + 1, m.size(), kv) / kBlockTokens;
     std::int64_t end = n_blocks_;
     for (auto s = out.segments.rbegin(); s != out.segments.rend() && excess > 0; ++s) {
       const ScanTable& table = out.tables[Size(s->table)];
@@ -409,17 +421,18 @@ class Ranker {
 
   // How many of the keys that equal the last winner's each range has too many: the latest ones are.
   // keys: joined, or, with `all`, of all tokens that may be candidates.
-  void SplitExcess(const QueryHead& head, std::int64_t kv, std::span<const std::int32_t> keys,
-                   std::int32_t last, std::int64_t excess, bool all) const {
+  void SplitExcess(std::int64_t i, int team, std::span<const std::int32_t> keys, std::int32_t last,
+                   std::int64_t excess, bool all) const {
+    std::int32_t* of_range = heads_[i].excess;
     auto end = static_cast<std::int64_t>(keys.size());
-    for (int thread = team_ - 1; thread >= 0; --thread) {
+    for (int thread = team - 1; thread >= 0; --thread) {
+      const std::int64_t token = ranges_.Begin(thread, team, i / a_.group);
       const std::int64_t begin =
-          all ? std::clamp(RangeBegin(thread, kv), a_.first, a_.last) - a_.first
-              : end - head.count[thread];
+          all ? std::clamp(token, a_.first, a_.last) - a_.first : end - Counts(thread)[i];
       const std::int64_t equal =
           excess == 0 ? 0 : std::count(keys.begin() + begin, keys.begin() + end, last);
-      head.excess[thread] = static_cast<std::int32_t>(std::min(equal, excess));
-      excess -= head.excess[thread];
+      of_range[thread] = static_cast<std::int32_t>(std::min(equal, excess));
+      excess -= of_range[thread];
       end = begin;
     }
   }
@@ -448,21 +461,26 @@ class Ranker {
     return kernels_.rank_union(&args);
   }
 
-  std::int64_t& UnionCount(std::size_t kv, int thread) {
-    return union_[kv * static_cast<std::size_t>(team_) + static_cast<std::size_t>(thread)];
-  }
+  std::int32_t* Counts(int thread) const { return counts_ + thread * counts_stride_; }
+  std::int64_t* UnionCounts(int thread) const { return union_ + thread * union_stride_; }
 
   const cpu::KernelTable& kernels_;
   const RankArgs& a_;
-  const int team_;
-  std::int64_t n_blocks_ = 0;
-  std::int64_t units_ = 0;
-  std::size_t plan_bytes_ = 0;
+  const int threads_;
+  const cpu::RankRanges ranges_;
+  const std::int64_t n_blocks_;
+  const std::size_t plan_bytes_;
+  std::exception_ptr failure_;
   std::int64_t rank_ = 0;             // of the threshold in the sample
   QueryHead* heads_ = nullptr;        // [n_query_heads]
-  std::byte* plans_ = nullptr;        // [team][plan_bytes]
+  std::byte* plans_ = nullptr;        // [threads][plan_bytes]
   std::uint64_t* winners_ = nullptr;  // [n_query_heads][n_blocks]
-  std::int64_t* union_ = nullptr;     // [heads][team] winners of the union in each range
+  // Of every thread, in lines of its own: candidates of each query head in its range, and winners
+  // of the union of each KV head.
+  std::int32_t* counts_ = nullptr;  // [threads][counts_stride]
+  std::int64_t* union_ = nullptr;   // [threads][union_stride]
+  std::int64_t counts_stride_ = 0;
+  std::int64_t union_stride_ = 0;
   std::int64_t sums_stride_ = 0;
   std::int64_t base_stride_ = 0;
 };
@@ -472,29 +490,13 @@ class Ranker {
 void CpuBackend::Rank(const RankArgs& a) const {
   assert(a.group > 0 && a.group <= kMaxGroup && a.head_dim <= kMaxHeadDim);
   assert(a.keep >= 1 && a.first >= 0 && a.first + a.keep <= a.last && a.last <= a.n_tokens);
-  const int team = Team(static_cast<std::int64_t>(a.heads.size()) * 2);
-  Ranker ranker(*kernels_, a, team);
-  ranker.UseScratch(cpu::Scratch::Take(ranker.ScratchBytes()));
-  const std::int64_t n_query_heads = ranker.n_query_heads();
-#pragma omp parallel num_threads(team) if (team > 1)
-  {
-    const int thread = omp_get_thread_num();
-    ranker.ScanRange(thread);
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (std::int64_t i = 0; i < n_query_heads; ++i) ranker.FindThreshold(i);
-    ranker.CollectRange(thread);
-#pragma omp barrier
-#pragma omp for schedule(static)
-    for (std::int64_t i = 0; i < n_query_heads; ++i) ranker.FindLast(i);
-    ranker.MarkRange(thread);
-#pragma omp barrier
-    ranker.WriteUnion(thread);
-#pragma omp for schedule(static) nowait
-    for (std::int64_t i = 0; i < static_cast<std::int64_t>(a.heads.size()); ++i) {
-      ranker.WriteAlways(i);
-    }
-  }
+  const int threads = Threads(static_cast<std::int64_t>(a.heads.size()) * 2);
+  Ranker ranker(*kernels_, a, threads);
+  const std::size_t team_bytes = cpu::Team::Bytes(threads);
+  std::byte* scratch = cpu::Scratch::Take(team_bytes + ranker.ScratchBytes());
+  ranker.UseScratch(scratch + team_bytes);
+  cpu::Team(threads, spins_, scratch).Run([&](const Member& m) { ranker.Run(m); });
+  if (ranker.failure()) std::rethrow_exception(ranker.failure());
 }
 
 }  // namespace fathom

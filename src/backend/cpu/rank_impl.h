@@ -207,31 +207,58 @@ FATHOM_INLINE int ListTokens(const std::uint64_t* marks, int n, MarkedTokens* ou
   return count;
 }
 
-std::int64_t RankKeys(const RankKeysArgs* args) {
-  const RankKeysArgs& a = *args;
-  std::int64_t n = 0;
-  // First T, then all of it at once to keys.
-  if (a.marks == nullptr) {
-    for (; n < a.n; ++n) {
-      const std::int32_t token = a.tokens[n];
-      a.keys[n] = (a.sums[token] << a.shift) + a.base[token / kBlockTokens];
+#ifndef FATHOM_COMPRESS_BYTES
+// The bytes of marked tokens of a block, in order, and anything behind them, 64 + kMarksAtOnce in
+// all; returns how many are marked.
+FATHOM_INLINE int CompressBytes(std::uint64_t marks, const std::uint8_t* from, std::uint8_t* to) {
+  const int n = __builtin_popcountll(marks);
+  for (int i = 0; i < n; i += kMarksAtOnce) {
+#pragma GCC unroll 4
+    for (int j = 0; j < kMarksAtOnce; ++j) {
+      to[i + j] = from[__builtin_ctzll(marks | std::uint64_t{1} << 63)];
+      marks &= marks - 1;
     }
-  } else {
-    for (std::int64_t from = 0; from < a.n; from += kMarkBlocks) {
-      MarkedTokens marked;
-      const int n_marked = ListTokens(a.marks + from, MarkCount(a.n - from), &marked);
-      const std::uint8_t* sums = a.sums + from * kBlockTokens;
-      for (int i = 0; i < n_marked; ++i, ++n) {
-        const std::int32_t token = marked.token[i];
-        a.keys[n] = (sums[token] << a.shift) + a.base[from + token / kBlockTokens];
-      }
-    }
-  }
-  const F32 scale = Set(a.scale);
-  for (std::int64_t i = 0; i < n; i += kLanes) {
-    StoreInt(a.keys + i, OrderKey(Mul(IntToFloat(LoadInt(a.keys + i)), scale)));
   }
   return n;
+}
+#endif
+
+// Keys of kLanes tokens of one block, from their bytes U.
+FATHOM_INLINE I32 KeysOf(const std::uint8_t* sums, F32 step, F32 base, F32 scale) {
+  return OrderKey(Mul(MulAdd(LoadByte(sums), step, base), scale));
+}
+
+// Those of marked tokens, block by block: hardly a branch depends on the marks.
+std::int64_t KeysOfMarked(const RankKeysArgs& a) {
+  const F32 step = Set(static_cast<float>(1 << a.shift));
+  const F32 scale = Set(a.scale);
+  std::int64_t n = 0;
+  for (std::int64_t b = 0; b < a.n; ++b) {
+    std::uint8_t marked[kBlockTokens + kMarksAtOnce];
+    const int count = CompressBytes(a.marks[b], a.sums + b * kBlockTokens, marked);
+    const F32 base = Set(static_cast<float>(a.base[b]));
+    StoreInt(a.keys + n, KeysOf(marked, step, base, scale));
+    for (int i = kLanes; i < count; i += kLanes) {
+      StoreInt(a.keys + n + i, KeysOf(marked + i, step, base, scale));
+    }
+    n += count;
+  }
+  return n;
+}
+
+std::int64_t RankKeys(const RankKeysArgs* args) {
+  const RankKeysArgs& a = *args;
+  if (a.marks != nullptr) return KeysOfMarked(a);
+  // First T, then all of it at once to keys.
+  for (std::int64_t i = 0; i < a.n; ++i) {
+    const std::int32_t token = a.tokens[i];
+    a.keys[i] = (a.sums[token] << a.shift) + a.base[token / kBlockTokens];
+  }
+  const F32 scale = Set(a.scale);
+  for (std::int64_t i = 0; i < a.n; i += kLanes) {
+    StoreInt(a.keys + i, OrderKey(Mul(IntToFloat(LoadInt(a.keys + i)), scale)));
+  }
+  return a.n;
 }
 
 std::int64_t RankUnion(const RankUnionArgs* args) {

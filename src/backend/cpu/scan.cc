@@ -102,7 +102,7 @@ void RunPaper(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task
 void CpuBackend::Scan(const ScanArgs& a) const {
   assert(a.group > 0 && a.group <= kMaxGroup && a.head_dim <= kMaxHeadDim);
   const std::int64_t n = CountTasks(a);
-  const int team = Team(n);
+  const int team = Threads(n);
   const auto group = static_cast<std::size_t>(a.group);
   const std::size_t task_bytes = cpu::LineBytes<ScanTask>(static_cast<std::size_t>(n));
   std::size_t plan_bytes = 0;
@@ -127,8 +127,9 @@ void CpuBackend::Scan(const ScanArgs& a) const {
                              mine);
     const ChunkScratch chunk = {reinterpret_cast<std::uint8_t*>(mine + plan_bytes),
                                 reinterpret_cast<std::int32_t*>(mine + plan_bytes + sum_bytes)};
-    const std::int64_t begin = n * omp_get_thread_num() / team;
-    const std::int64_t end = n * (omp_get_thread_num() + 1) / team;
+    const int members = omp_get_num_threads();  // a runtime may give fewer than it is asked for
+    const std::int64_t begin = n * omp_get_thread_num() / members;
+    const std::int64_t end = n * (omp_get_thread_num() + 1) / members;
     for (std::int64_t i = begin; i < end; ++i) {
       if (a.codec == Codec::kMean) {
         RunMean(*kernels_, a, tasks[i], i + 1 < end ? &tasks[i + 1] : nullptr, chunk, &scanner);
@@ -145,7 +146,7 @@ void CpuBackend::Score(const ScoreArgs& a) const {
   assert(key_stride >= a.head_dim);
   const std::int64_t chunks = (a.n_tokens + kScoreChunk - 1) / kScoreChunk;
   const std::int64_t n = chunks * static_cast<std::int64_t>(a.heads.size());
-#pragma omp parallel for schedule(dynamic) num_threads(Team(n)) if (n > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(Threads(n)) if (n > 1)
   for (std::int64_t i = 0; i < n; ++i) {
     const ScoreHead& head = a.heads[static_cast<std::size_t>(i / chunks)];
     const std::int64_t first = i % chunks * kScoreChunk;

@@ -62,7 +62,7 @@ void CpuBackend::ScanLabels(const LabelScanArgs& a) const {
   assert(a.segment_blocks % 16 == 0 && (a.layout == LabelLayout::kTokens || a.planes > 2));
   const std::int64_t n = ListTasks(a, nullptr);
   const std::size_t list_bytes = cpu::LineBytes<LabelTask>(static_cast<std::size_t>(n));
-  const int team = Team(n);
+  const int team = Threads(n);
   const std::size_t own_bytes = a.layout == LabelLayout::kChannels ? cpu::kLabelScratchBytes : 0;
   std::byte* scratch = cpu::Scratch::Take(list_bytes + static_cast<std::size_t>(team) * own_bytes);
   auto* tasks = reinterpret_cast<LabelTask*>(scratch);

@@ -78,7 +78,7 @@ void CpuBackend::Select(const SelectArgs& a) const {
   assert(0 <= a.keep && a.keep <= a.last - a.first);
   const auto n_heads = static_cast<std::int64_t>(a.heads.size());
   const std::int64_t n_query_heads = n_heads * a.group;
-  const int team = Team(n_query_heads);
+  const int team = Threads(n_query_heads);
   const std::size_t list =
       cpu::LineBytes<std::int32_t>(static_cast<std::size_t>(a.last - a.first + cpu::kSelectSlack));
   std::byte* scratch = cpu::Scratch::Take(2 * list * static_cast<std::size_t>(team));

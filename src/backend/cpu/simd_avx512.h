@@ -196,6 +196,13 @@ FATHOM_INLINE Bytes AddBytes(Bytes a, Bytes b) { return _mm512_add_epi8(a, b); }
 FATHOM_INLINE Bytes AddSaturated(Bytes a, Bytes b) { return _mm512_adds_epu8(a, b); }
 FATHOM_INLINE Bytes AverageBytes(Bytes a, Bytes b) { return _mm512_avg_epu8(a, b); }
 FATHOM_INLINE std::uint64_t EqualBits(Bytes a, Bytes b) { return _mm512_cmpeq_epi8_mask(a, b); }
+#ifdef __AVX512VBMI2__
+#define FATHOM_COMPRESS_BYTES
+FATHOM_INLINE int CompressBytes(std::uint64_t marks, const std::uint8_t* from, std::uint8_t* to) {
+  StoreBytes(to, _mm512_maskz_compress_epi8(marks, LoadBytes(from)));
+  return __builtin_popcountll(marks);
+}
+#endif
 FATHOM_INLINE I32 DotAdd(I32 acc, Bytes a, Bytes b) {
 #ifdef __AVX512VNNI__
   return _mm512_dpbusd_epi32(acc, a, b);

@@ -2,13 +2,12 @@
 // Weigh: chunks of kWeighChunkBlocks blocks of a KV head are tasks; then a task per query head
 // joins the chunks in order. Few blocks are left to the calling thread: a parallel region costs
 // more.
-#include <omp.h>
-
 #include <algorithm>
 #include <cassert>
 
 #include "backend/cpu/cpu_backend.h"
 #include "backend/cpu/scratch.h"
+#include "backend/cpu/team.h"
 
 namespace fathom {
 namespace {
@@ -63,13 +62,13 @@ void CpuBackend::Weigh(const WeighArgs& a) const {
   const std::int64_t n = chunks * n_heads;
   const std::size_t part_bytes =
       cpu::LineBytes<float>(static_cast<std::size_t>(a.group * (a.head_dim + 1) + 1));
-  const Parts parts = {
-      reinterpret_cast<float*>(cpu::Scratch::Take(part_bytes * static_cast<std::size_t>(n))),
-      static_cast<std::int64_t>(part_bytes / sizeof(float)), a.group, a.head_dim};
-#pragma omp parallel num_threads(Team(n)) if (n > kFewChunks)
-  {
-#pragma omp for schedule(static)
-    for (std::int64_t i = 0; i < n; ++i) {
+  const int threads = n > kFewChunks ? Threads(n) : 1;
+  const std::size_t team_bytes = cpu::Team::Bytes(threads);
+  std::byte* scratch = cpu::Scratch::Take(team_bytes + part_bytes * static_cast<std::size_t>(n));
+  const Parts parts = {reinterpret_cast<float*>(scratch + team_bytes),
+                       static_cast<std::int64_t>(part_bytes / sizeof(float)), a.group, a.head_dim};
+  cpu::Team(threads, spins_, scratch).Run([&](const cpu::Team::Member& m) {
+    m.ForMine(n, [&](std::int64_t i) {
       const WeighHead& head = a.heads[static_cast<std::size_t>(i / chunks)];
       const std::int64_t first = i % chunks * kChunk;
       const Part part = parts.at(i);
@@ -85,13 +84,13 @@ void CpuBackend::Weigh(const WeighArgs& a) const {
           part.other,
           part.n_read};
       kernels_->weigh_blocks(&args);
-    }
-#pragma omp for schedule(static)
-    for (std::int64_t i = 0; i < n_heads * a.group; ++i) {
+    });
+    m.Wait();
+    m.ForMine(n_heads * a.group, [&](std::int64_t i) {
       const std::int64_t at = i / a.group;
       JoinParts(a.heads[static_cast<std::size_t>(at)], i % a.group, parts, at * chunks, chunks);
-    }
-  }
+    });
+  });
 }
 
 }  // namespace fathom

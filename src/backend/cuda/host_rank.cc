@@ -53,6 +53,7 @@ void CudaBackend::Rank(const RankArgs& args) const {
   assert(args.keep >= 1 && args.first >= 0 && args.first + args.keep <= args.last &&
          args.last <= args.n_tokens);
   if (args.heads.empty()) return;
+  args.PlanHeads();
   const std::lock_guard lock(mutex_);
   std::vector<cuda::HeadIndexView> views;
   std::vector<cuda::HostAttended> out;

@@ -36,6 +36,7 @@ void Rest(const RankArgs& a, const std::vector<float>& scores, const std::vector
 
 void RefBackend::Rank(const RankArgs& a) const {
   assert(a.keep >= 1 && a.first >= 0 && a.first + a.keep <= a.last && a.last <= a.n_tokens);
+  a.PlanHeads();
   for (const RankHead& head : a.heads) {
     std::int64_t n_index = 0;
     for (const SegmentView& s : head.segments) n_index += s.n_blocks * std::int64_t{kBlockTokens};
