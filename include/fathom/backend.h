@@ -355,6 +355,38 @@ struct WeighArgs {
   std::span<const WeighHead> heads;
 };
 
+// --- rank and attend: one query position of a layer, from its ranking to its output
+// ---------------------------------------------------------
+// Rank, Attend over the tokens that it lists, and, where rank.exp_scale is not 0, what the residual
+// adds. With s = rank.exp_scale and n_blocks = floor(rank.n_tokens / 64), for every query head
+//   m(b) = rest(b) exp(min(s (cut + offset) + s^2 noise / 2 - lse, 88)),  M = sum of m over blocks,
+//   r = out of Weigh with the masses m and least = least_share (1 + M),
+//   out = (out + factor r) / (1 + factor M).
+// out is left as Attend gives it where the factor is 0, M or r is not finite, or 1 / (1 + factor M)
+// is 0. rest of rank.heads is spoiled.
+struct RestHead {
+  const float* offset = nullptr;  // [group] what the scores lack: score + offset estimates q.k
+  const float* noise = nullptr;   // [group] variance of that estimate's error
+  const float* factor = nullptr;  // [group] >= 0
+  const Half* means = nullptr;    // as in WeighHead
+  const float* mean = nullptr;
+  float* rest = nullptr;           // [group][D] out: r
+  float* mass = nullptr;           // [group] out: M
+  std::int64_t* n_read = nullptr;  // as in WeighHead
+};
+
+struct RankAttendArgs {
+  RankArgs rank;
+  // tokens and mask: where those of rank.heads are written. n_attended is set by the call.
+  std::span<AttendHead> attend;
+  float scale = 0;  // least_weight: as in AttendArgs
+  float least_weight = 0;
+  float least_share = 0;
+  std::span<const RestHead> rest;  // one for every KV head; empty where exp_scale is 0
+
+  std::int64_t n_blocks() const { return rank.n_tokens / kBlockTokens; }
+};
+
 // --- prefill: dense causal attention of a chunk
 // ----------------------------------------------------------------------- Query t of the chunk sees
 // tokens 0 .. first + t. The rows of the chunk itself are already in the row store.
@@ -383,6 +415,7 @@ class Backend {
   virtual void Rank(const RankArgs& args) const = 0;
   virtual void Attend(const AttendArgs& args) const = 0;
   virtual void Weigh(const WeighArgs& args) const = 0;
+  virtual void RankAttend(const RankAttendArgs& args) const = 0;
   virtual void Prefill(const PrefillArgs& args) const = 0;
 };
 

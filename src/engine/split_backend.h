@@ -30,6 +30,7 @@ class SplitBackend final : public Backend {
   void Rank(const RankArgs& args) const override { decode_->Rank(args); }
   void Attend(const AttendArgs& args) const override { decode_->Attend(args); }
   void Weigh(const WeighArgs& args) const override { decode_->Weigh(args); }
+  void RankAttend(const RankAttendArgs& args) const override { decode_->RankAttend(args); }
   void Prefill(const PrefillArgs& args) const override { prefill_->Prefill(args); }
 
  private:

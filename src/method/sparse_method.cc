@@ -6,7 +6,7 @@
 #include <limits>
 #include <utility>
 
-#include "fathom/calibration.h"
+#include "backend/rest.h"
 #include "method/head_stats.h"
 #include "plan/sums.h"
 
@@ -125,26 +125,46 @@ void SparseMethod::Attend(std::int32_t layer, std::int64_t n_tokens, const float
   if (config_.residual != ResidualRule::kOff && fitted_[Size(layer)] == 0) {
     FitResidual(layer, n_tokens);
   }
-  double bits = 0;
-  SelectStep(step, q, &bits);
+  const std::span<const float> factor(factor_.data() + Size(layer) * Size(heads.n_heads),
+                                      Size(heads.n_heads));
+  const bool rest = std::ranges::any_of(factor, [](float f) { return f != 0.0F; });
+  const double bits = AttendStep(step, q, rest ? factor : std::span<const float>(), out);
   counters_.sparse_calls += heads.n_kv_heads;
   counters_.read_bits += bits;
   counters_.index_bytes += std::llround(bits * static_cast<double>(step.n_index) / 8);
-  AttendSelected(step, q, out);
   for (std::size_t h = 0; h < attended_.size(); ++h) {
     counters_.rows += attended_[h];
     counters_.value_rows += n_values_[h];
     counters_.row_bytes += (attended_[h] + n_values_[h]) * 2 * heads.head_dim;
   }
-  if (config_.residual != ResidualRule::kOff) {
-    const float* factor = factor_.data() + Size(layer) * Size(heads.n_heads);
-    if (std::any_of(factor, factor + heads.n_heads, [](float f) { return f != 0.0F; })) {
-      MeasureRest(step, q);
-      AddRest(layer, out);
-      for (const std::int64_t n : means_read_) counters_.value_mean_bytes += n * 2 * heads.head_dim;
-    }
+  if (rest) {
+    for (const std::int64_t n : means_read_) counters_.value_mean_bytes += n * 2 * heads.head_dim;
   }
   Observe(layer, n_tokens, q);
+}
+
+// Attention over what is selected, and, with factors [n_heads], over the rest, which is left in
+// rest_ and rest_mass_. Returns the read bits.
+double SparseMethod::AttendStep(const Step& step, const float* q, std::span<const float> factor,
+                                float* out) {
+  offset_.assign(Size(geometry().n_heads), 0.0F);
+  noise_.assign(offset_.size(), 0.0F);
+  if (!factor.empty()) {
+    rest_.resize(offset_.size() * Size(geometry().head_dim));
+    rest_mass_.resize(offset_.size());
+    means_read_.resize(Size(geometry().n_kv_heads));
+  }
+  if (ranks()) return RankAttend(step, q, factor, out);
+  const double bits = SelectStep(step, q);
+  context_.backend->Attend({geometry().head_dim, geometry().group(), scale(),
+                            AttendHeads(step, q, out), config_.least_weight});
+  if (factor.empty()) return bits;
+  MeasureRest(step, q);
+  const std::size_t dim = Size(geometry().head_dim);
+  for (std::size_t h = 0; h < factor.size(); ++h) {
+    AddRest(out + h * dim, rest_.data() + h * dim, rest_mass_[h], factor[h], geometry().head_dim);
+  }
+  return bits;
 }
 
 LayerScores SparseMethod::ScoreBuffers() {
@@ -152,21 +172,16 @@ LayerScores SparseMethod::ScoreBuffers() {
   return {scores_.data(), stride, offset_.data(), noise_.data()};
 }
 
-void SparseMethod::SelectStep(const Step& step, const float* q, double* bits) {
+double SparseMethod::SelectStep(const Step& step, const float* q) {
   const std::size_t n_heads = Size(geometry().n_heads);
-  offset_.assign(n_heads, 0.0F);
-  noise_.assign(n_heads, 0.0F);
-  if (ranks()) {
-    *bits = Rank(step, q);
-    return;
-  }
   const std::int64_t indexed = max_tokens_ / kBlockTokens * kBlockTokens;
   if (scores_.size() < n_heads * Size(indexed)) {
     scores_.resize(n_heads * Size(indexed + indexed / 4));
   }
-  *bits = ScoreLayer(step.layer, step.n_tokens, step.n_index, q, ScoreBuffers());
+  const double bits = ScoreLayer(step.layer, step.n_tokens, step.n_index, q, ScoreBuffers());
   if (group_rule() != GroupRule::kPerHead) Share(step);
   Select(step);
+  return bits;
 }
 
 // One score per KV head out of those of its query heads.
@@ -212,17 +227,18 @@ void SparseMethod::ReserveLists(const Step& step, std::size_t group) {
   }
 }
 
-// Selection and the mass of the rest in one go; returns the read bits.
-double SparseMethod::Rank(const Step& step, const float* q) {
+// AttendStep in one call of the backend.
+double SparseMethod::RankAttend(const Step& step, const float* q, std::span<const float> factor,
+                                float* out) {
   const HeadGeometry& heads = geometry();
   const std::size_t group = Size(heads.group());
   ReserveLists(step, group);
   auto& rank = HeadScratch<RankHead>(Size(heads.n_kv_heads));
-  RankArgs args;
-  PrepareRank(step.layer, q, {nullptr, 0, offset_.data(), noise_.data()}, &args, rank);
+  RankAttendArgs args;
+  PrepareRank(step.layer, q, {nullptr, 0, offset_.data(), noise_.data()}, &args.rank, rank);
   left_stride_ = 0;
   for (const SegmentView& segment : rank[0].segments) left_stride_ += segment.n_blocks;
-  const bool rest = config_.residual != ResidualRule::kOff;
+  const bool rest = !factor.empty();
   if (rest) {
     Grow(&left_, Size(heads.n_heads) * Size(left_stride_));
     cut_.resize(Size(heads.n_heads));
@@ -235,16 +251,35 @@ double SparseMethod::Rank(const Step& step, const float* q) {
     rank[h].rest_stride = left_stride_;
     rank[h].cut = rest ? cut_.data() + h * group : nullptr;
   }
-  args.head_dim = heads.head_dim;
-  args.group = heads.group();
-  args.first = kSinks;
-  args.last = step.last;
-  args.n_tokens = step.n_tokens;
-  args.keep = step.keep;
-  args.exp_scale = rest ? scale() : 0;
-  args.heads = rank;
-  context_.backend->Rank(args);
+  args.rank.head_dim = heads.head_dim;
+  args.rank.group = heads.group();
+  args.rank.first = kSinks;
+  args.rank.last = step.last;
+  args.rank.n_tokens = step.n_tokens;
+  args.rank.keep = step.keep;
+  args.rank.exp_scale = rest ? scale() : 0;
+  args.rank.heads = rank;
+  args.attend = AttendHeads(step, q, out);
+  args.scale = scale();
+  args.least_weight = config_.least_weight;
+  args.least_share = kLeastBlockShare;
+  if (rest) args.rest = RestHeads(step, factor);
+  context_.backend->RankAttend(args);
   return ReadBits();
+}
+
+std::span<const RestHead> SparseMethod::RestHeads(const Step& step, std::span<const float> factor) {
+  const std::size_t group = Size(geometry().group());
+  auto& rest = HeadScratch<RestHead>(Size(geometry().n_kv_heads));
+  for (std::size_t kv = 0; kv < rest.size(); ++kv) {
+    const ValueMeans& values = Values(step.layer, static_cast<std::int32_t>(kv));
+    const std::size_t first = kv * group;
+    rest[kv] = {offset_.data() + first,    noise_.data() + first,
+                factor.data() + first,     values.block_means(),
+                values.mean().data(),      rest_.data() + first * Size(geometry().head_dim),
+                rest_mass_.data() + first, &means_read_[kv]};
+  }
+  return rest;
 }
 
 void SparseMethod::Select(const Step& step) {
@@ -272,8 +307,8 @@ void SparseMethod::Select(const Step& step) {
   }
 }
 
-// Brings the mean values of the layer up to date as well.
-void SparseMethod::AttendSelected(const Step& step, const float* q, float* out) {
+// What to attend of every KV head. Brings the mean values of the layer up to date as well.
+std::span<AttendHead> SparseMethod::AttendHeads(const Step& step, const float* q, float* out) {
   const HeadGeometry& heads = geometry();
   const std::size_t head_floats = Size(heads.group()) * Size(heads.head_dim);
   lse_.resize(Size(heads.n_heads));
@@ -294,7 +329,7 @@ void SparseMethod::AttendSelected(const Step& step, const float* q, float* out) 
     values.MoveTo(attend[h].rows, step.n_index, SkippedValues());
     if (values.is_finite()) attend[h].mean_value = values.mean().data();
   }
-  context_.backend->Attend({heads.head_dim, heads.group(), scale(), attend, config_.least_weight});
+  return attend;
 }
 
 // rest_ and rest_mass_: the values of the tokens that a head did not attend, by their estimated
@@ -303,27 +338,13 @@ void SparseMethod::MeasureRest(const Step& step, const float* q) {
   const std::size_t n_heads = Size(geometry().n_heads);
   const std::size_t n_blocks = Size(step.n_index / kBlockTokens);
   Grow(&mass_, n_heads * n_blocks);
-  rest_.resize(n_heads * Size(geometry().head_dim));
-  rest_mass_.resize(n_heads);
-  ranks() ? MassOfRank(step) : MassOfScores(step, q);
+  MassOfScores(step, q);
   for (std::size_t h = 0; h < n_heads; ++h) {
     const float* blocks = mass_.data() + h * n_blocks;
     rest_mass_[h] =
         static_cast<float>(SumInLanes(n_blocks, [&](std::size_t b) { return double{blocks[b]}; }));
   }
   WeighRest(step, n_blocks);
-}
-
-void SparseMethod::MassOfRank(const Step& step) {
-  const std::size_t n_blocks = Size(step.n_index / kBlockTokens);
-  const double s = scale();
-  for (std::size_t h = 0; h < lse_.size(); ++h) {
-    const double top = s * (static_cast<double>(cut_[h]) + offset_[h]) + s * s * noise_[h] / 2;
-    const auto factor = static_cast<float>(std::exp(std::min(top - lse_[h], 88.0)));
-    const float* left = left_.data() + h * Size(left_stride_);
-    std::transform(left, left + n_blocks, mass_.data() + h * n_blocks,
-                   [factor](float mass) { return mass * factor; });
-  }
 }
 
 void SparseMethod::MassOfScores(const Step& step, const float* q) {
@@ -357,7 +378,6 @@ void SparseMethod::WeighRest(const Step& step, std::size_t n_blocks) {
   least_mass_.resize(Size(heads.n_heads));
   std::ranges::transform(rest_mass_, least_mass_.begin(),
                          [](float rest) { return kLeastBlockShare * (1 + rest); });
-  means_read_.resize(Size(heads.n_kv_heads));
   auto& weigh = HeadScratch<WeighHead>(Size(heads.n_kv_heads));
   for (std::size_t kv = 0; kv < weigh.size(); ++kv) {
     const ValueMeans& values = Values(step.layer, static_cast<std::int32_t>(kv));
@@ -370,78 +390,6 @@ void SparseMethod::WeighRest(const Step& step, std::size_t n_blocks) {
   }
   context_.backend->Weigh(
       {heads.head_dim, heads.group(), static_cast<std::int64_t>(n_blocks), weigh});
-}
-
-void SparseMethod::AddRest(std::int32_t layer, float* out) {
-  const std::size_t n_heads = Size(geometry().n_heads);
-  const std::size_t dim = Size(geometry().head_dim);
-  for (std::size_t h = 0; h < n_heads; ++h, out += dim) {
-    const float factor = factor_[Size(layer) * n_heads + h];
-    const float weight = 1.0F / (1.0F + factor * rest_mass_[h]);
-    const std::span<const float> rest(rest_.data() + h * dim, dim);
-    // Masses near the largest float go beyond it when they are multiplied: by the factor, which
-    // leaves no weight, or by the values.
-    if (factor == 0.0F || !(weight > 0.0F) || !IsUsableRest(rest_mass_[h], rest)) continue;
-    const float share = factor * weight;
-    for (std::size_t d = 0; d < dim; ++d) out[d] = out[d] * weight + share * rest[d];
-  }
-}
-
-void SparseMethod::SampleResidual(const Step& step, const float* q,
-                                  std::vector<std::vector<ResidualSample>>* samples) {
-  const std::size_t dim = Size(geometry().head_dim);
-  std::vector<float> out(samples->size() * dim), dense(out.size());
-  double bits = 0;
-  SelectStep(step, q, &bits);
-  AttendSelected(step, q, out.data());
-  MeasureRest(step, q);
-  MethodCounters not_counted;
-  AttendDense(context_, step.layer, step.n_tokens, q, dense.data(), &not_counted);
-  for (std::size_t h = 0; h < samples->size(); ++h) {
-    const auto part = [&](const std::vector<float>& all) {
-      const auto begin = all.begin() + static_cast<std::ptrdiff_t>(h * dim);
-      return std::vector<float>(begin, begin + static_cast<std::ptrdiff_t>(dim));
-    };
-    (*samples)[h].push_back({part(out), part(rest_), rest_mass_[h], part(dense)});
-  }
-}
-
-// Sets the factors of a layer: fixed, from the calibration, or fitted on the last queries of the
-// prefill. While none of those was sparse, factors are 0 and the layer counts as not fitted: a
-// session that starts shorter than k may get longer prefills.
-void SparseMethod::FitResidual(std::int32_t layer, std::int64_t n_tokens) {
-  const std::size_t n_heads = Size(geometry().n_heads);
-  const std::size_t first = Size(layer) * n_heads;
-  const std::span<float> factor(factor_.data() + first, n_heads);
-  const std::vector<float>* known = nullptr;
-  if (context_.calibration != nullptr) known = context_.calibration->FindResidual(spec_);
-  if (fixed_residual()) {
-    std::ranges::fill(factor, 1.0F);
-  } else if (known != nullptr) {
-    std::copy_n(known->data() + first, n_heads, factor.data());
-  } else if (!FitFactors(layer, n_tokens, factor)) {
-    return;
-  }
-  fitted_[Size(layer)] = 1;
-  fitted_tokens_ = std::max(fitted_tokens_, n_tokens);
-}
-
-// False, and nothing changed, when there is no query to fit on.
-bool SparseMethod::FitFactors(std::int32_t layer, std::int64_t n_tokens, std::span<float> factor) {
-  if (context_.queries == nullptr) return false;
-  const QuerySamples& recent = (*context_.queries)[Size(layer)].recent;
-  const auto fits = [&](std::int64_t position) {
-    return position < n_tokens && IsSparse(StepAt(layer, position + 1));
-  };
-  if (std::ranges::none_of(recent.positions(), fits)) return false;
-  std::vector<std::vector<ResidualSample>> samples(factor.size());
-  for (std::int64_t i = 0; i < recent.size(); ++i) {
-    const std::int64_t position = recent.positions()[Size(i)];
-    if (fits(position)) SampleResidual(StepAt(layer, position + 1), recent.query(i), &samples);
-  }
-  std::ranges::transform(samples, factor.begin(),
-                         [](const auto& of_head) { return FitResidualFactor(of_head); });
-  return true;
 }
 
 void SparseMethod::BuildIndex(std::int64_t n_tokens) {

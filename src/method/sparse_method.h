@@ -145,18 +145,18 @@ class SparseMethod : public Method, protected StepSource {
   };
   Step StepAt(std::int32_t layer, std::int64_t n_tokens) const;
   bool IsSparse(const Step& step) const;
-  void SelectStep(const Step& step, const float* q, double* bits);
+  double AttendStep(const Step& step, const float* q, std::span<const float> factor, float* out);
+  double SelectStep(const Step& step, const float* q);
   void Share(const Step& step);
   void Select(const Step& step);
-  double Rank(const Step& step, const float* q);
+  double RankAttend(const Step& step, const float* q, std::span<const float> factor, float* out);
+  std::span<const RestHead> RestHeads(const Step& step, std::span<const float> factor);
   void ReserveLists(const Step& step, std::size_t group);
-  void AttendSelected(const Step& step, const float* q, float* out);
+  std::span<AttendHead> AttendHeads(const Step& step, const float* q, float* out);
   LayerScores ScoreBuffers();
   void MeasureRest(const Step& step, const float* q);
   void MassOfScores(const Step& step, const float* q);
-  void MassOfRank(const Step& step);
   void WeighRest(const Step& step, std::size_t n_blocks);
-  void AddRest(std::int32_t layer, float* out);
   void FitResidual(std::int32_t layer, std::int64_t n_tokens);
   bool FitFactors(std::int32_t layer, std::int64_t n_tokens, std::span<float> factor);
   void SampleResidual(const Step& step, const float* q,

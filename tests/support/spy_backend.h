@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "backend/rest.h"
 #include "base/half.h"
 #include "fathom/backend.h"
 #include "fathom/store.h"
@@ -75,6 +76,7 @@ class SpyBackend final : public Backend {
     inner_->Attend(args);
   }
   void Weigh(const WeighArgs& args) const override { inner_->Weigh(args); }
+  void RankAttend(const RankAttendArgs& args) const override { RankThenAttend(*this, args); }
   void Prefill(const PrefillArgs& args) const override { inner_->Prefill(args); }
 
   // Rank is made of Scan, Select and Mass, and so it is while on_select is set.

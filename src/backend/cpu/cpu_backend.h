@@ -30,9 +30,13 @@ class CpuBackend : public Backend {
   void Rank(const RankArgs& args) const override;
   void Attend(const AttendArgs& args) const override;
   void Weigh(const WeighArgs& args) const override;
+  void RankAttend(const RankAttendArgs& args) const override;
   void Prefill(const PrefillArgs& args) const override;
 
  private:
+  template <typename Call, typename Fn>
+  void RunTeam(int threads, Call* call, const Fn& run) const;
+
   // Threads of a parallel region with that many tasks. The whole team or one: libgomp ends and
   // starts threads when the size of a team changes, which costs more than idle members do, and ggml
   // uses the same team between our calls.

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "backend/cuda/buffer.h"
+#include "backend/rest.h"
 #include "fathom/backend.h"
 
 namespace fathom {
@@ -32,7 +33,8 @@ class CudaBackend final : public Backend {
   void Rank(const RankArgs& args) const override;             // host_rank.cc
   void Attend(const AttendArgs& args) const override;         // host_rows.cc
   void Weigh(const WeighArgs& args) const override;           // host_rows.cc
-  void Prefill(const PrefillArgs& args) const override;       // host_prefill.cc
+  void RankAttend(const RankAttendArgs& args) const override { RankThenAttend(*this, args); }
+  void Prefill(const PrefillArgs& args) const override;  // host_prefill.cc
 
  private:
   int n_threads_;

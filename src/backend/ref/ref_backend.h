@@ -5,6 +5,7 @@
 
 #include <memory>
 
+#include "backend/rest.h"
 #include "fathom/backend.h"
 
 namespace fathom {
@@ -23,6 +24,7 @@ class RefBackend : public Backend {
   void Rank(const RankArgs& args) const override;
   void Attend(const AttendArgs& args) const override;
   void Weigh(const WeighArgs& args) const override;
+  void RankAttend(const RankAttendArgs& args) const override { RankThenAttend(*this, args); }
   void Prefill(const PrefillArgs& args) const override;
 };
 

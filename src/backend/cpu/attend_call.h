@@ -1,43 +1,27 @@
 // SPDX-License-Identifier: MIT
-// Attend: rows are cut into chunks whose sizes depend on the kind of call only. A thread takes
-// neighbouring chunks, so that a kernel fetches the next while it computes, and leaves a softmax
-// state for each; a task per query head joins them in order. Unfinished states are joined at once
-// rather than by repeated MergeAttention: one exp per chunk and no division until the end.
+// Attend over the rows of all heads, by the threads of a team: rows are cut into chunks whose sizes
+// depend on the kind of call only. A thread takes neighbouring chunks, so that a kernel fetches the
+// next while it computes, and leaves a softmax state for each; a task per query head joins them in
+// order. Unfinished states are joined at once rather than by repeated MergeAttention: one exp per
+// chunk and no division until the end.
 //
 // Lazy values need a lower bound of each head's lse before the first value is read: each thread
 // scores the first and last rows for itself, which costs less than a barrier.
+#pragma once
+
 #include <algorithm>
 #include <cassert>
 #include <cmath>
 #include <limits>
 
-#include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/kernels.h"
 #include "backend/cpu/scratch.h"
-#include "backend/cpu/team.h"
+#include "fathom/backend.h"
 
-namespace fathom {
-namespace {
-
-constexpr float kNothing = -std::numeric_limits<float>::infinity();
-
-std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
-
-// Listed rows are cut into a power of two of equal chunks, so that few KV heads keep many threads
-// equally busy.
-std::int64_t ChunkRows(const AttendHead& head) {
-  if (head.tokens == nullptr) return cpu::kAttendDenseRows;
-  std::int64_t chunks = 1;
-  while (chunks * cpu::kAttendListRows < head.n_attended) chunks *= 2;
-  return std::max<std::int64_t>((head.n_attended + chunks - 1) / chunks, 1);
-}
-
-std::int64_t Chunks(const AttendHead& head) {
-  const std::int64_t rows = ChunkRows(head);
-  return (head.n_attended + rows - 1) / rows;
-}
+namespace fathom::cpu {
 
 // What chunks leave, those of KV head 0 first.
-struct Partials {
+struct AttendParts {
   float* out;              // [n_chunks][group][head_dim]
   float* top;              // [n_chunks][group]
   float* sum;              // [n_chunks][group]
@@ -45,35 +29,42 @@ struct Partials {
   std::int32_t* n_values;  // [n_chunks] (listed rows)
 };
 
-// The state of one query head over all of its chunks.
-struct Softmax {
-  float shift;  // the largest score, or 0 without any
-  double sum;   // of exp(score - shift)
-};
-
 class AttendCall {
  public:
-  AttendCall(const cpu::KernelTable& kernels, const AttendArgs& args)
+  AttendCall(const KernelTable& kernels, const AttendArgs& args)
       : k_(kernels), a_(args), group_(args.group), dim_(args.head_dim) {
-    for (const AttendHead& head : a_.heads) n_chunks_ += Chunks(head);
+    assert(args.group > 0 && args.group <= kMaxGroup);
+    assert(args.head_dim > 0 && args.head_dim <= kMaxHeadDim && args.head_dim % 16 == 0);
   }
 
-  std::size_t ScratchBytes() const { return IndexBytes() + OutBytes() + 4 * PartBytes(); }
+  // Of as many rows as the heads have now, and of fewer.
+  std::int64_t MostChunks() const {
+    std::int64_t most = 0;
+    for (const AttendHead& head : a_.heads) most += MostChunksOf(head);
+    return most;
+  }
+
+  // For the same.
+  std::size_t ScratchBytes() const {
+    return IndexBytes() + OutBytes(MostChunks()) + 4 * PartBytes(MostChunks());
+  }
+  // After this the heads' rows stay as they are.
   void UseScratch(std::byte* at) {
     const auto take = [&at](std::size_t bytes) {
       at += bytes;
       return reinterpret_cast<float*>(at - bytes);
     };
     first_chunk_ = reinterpret_cast<std::int64_t*>(take(IndexBytes()));
-    p_ = {take(OutBytes()), take(PartBytes()), take(PartBytes()), take(PartBytes()),
-          reinterpret_cast<std::int32_t*>(take(PartBytes()))};
     first_chunk_[0] = 0;
     for (std::size_t i = 0; i < a_.heads.size(); ++i) {
       first_chunk_[i + 1] = first_chunk_[i] + Chunks(a_.heads[i]);
     }
+    const std::int64_t n = n_chunks();
+    p_ = {take(OutBytes(n)), take(PartBytes(n)), take(PartBytes(n)), take(PartBytes(n)),
+          reinterpret_cast<std::int32_t*>(take(PartBytes(n)))};
   }
 
-  std::int64_t n_chunks() const { return n_chunks_; }
+  std::int64_t n_chunks() const { return first_chunk_[a_.heads.size()]; }
   std::int64_t n_query_heads() const { return static_cast<std::int64_t>(a_.heads.size()) * group_; }
 
   // Chunks first .. last - 1 of all.
@@ -102,23 +93,57 @@ class AttendCall {
   }
 
  private:
-  std::size_t IndexBytes() const { return cpu::LineBytes<std::int64_t>(a_.heads.size() + 1); }
-  std::size_t OutBytes() const { return cpu::LineBytes<float>(Size(n_chunks_ * group_ * dim_)); }
-  std::size_t PartBytes() const { return cpu::LineBytes<float>(Size(n_chunks_ * group_)); }
+  static constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+  // The state of one query head over all of its chunks.
+  struct Softmax {
+    float shift;  // the largest score, or 0 without any
+    double sum;   // of exp(score - shift)
+  };
+
+  static std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
+  // Listed rows are cut into a power of two of equal chunks, so that few KV heads keep many threads
+  // equally busy.
+  static std::int64_t MostChunksOf(const AttendHead& head) {
+    if (head.tokens == nullptr) {
+      return (head.n_attended + kAttendDenseRows - 1) / kAttendDenseRows;
+    }
+    std::int64_t chunks = 1;
+    while (chunks * kAttendListRows < head.n_attended) chunks *= 2;
+    return chunks;
+  }
+  static std::int64_t ChunkRows(const AttendHead& head) {
+    if (head.tokens == nullptr) return kAttendDenseRows;
+    const std::int64_t chunks = MostChunksOf(head);
+    return std::max<std::int64_t>((head.n_attended + chunks - 1) / chunks, 1);
+  }
+  static std::int64_t Chunks(const AttendHead& head) {
+    const std::int64_t rows = ChunkRows(head);
+    return (head.n_attended + rows - 1) / rows;
+  }
+
+  std::size_t IndexBytes() const { return LineBytes<std::int64_t>(a_.heads.size() + 1); }
+  std::size_t OutBytes(std::int64_t chunks) const {
+    return LineBytes<float>(Size(chunks * group_ * dim_));
+  }
+  std::size_t PartBytes(std::int64_t chunks) const {
+    return LineBytes<float>(Size(chunks * group_));
+  }
 
   void RunDense(const AttendHead& head, std::int64_t chunk, std::int64_t at) const {
-    const std::int64_t first = chunk * cpu::kAttendDenseRows;
+    const std::int64_t first = chunk * kAttendDenseRows;
     const auto n = static_cast<std::int32_t>(
-        std::min<std::int64_t>(head.n_attended - first, cpu::kAttendDenseRows));
-    const cpu::AttendDenseArgs args = {head.rows + first * 2 * dim_,
-                                       head.q,
-                                       n,
-                                       a_.head_dim,
-                                       a_.group,
-                                       a_.scale,
-                                       p_.out + at * group_ * dim_,
-                                       p_.top + at * group_,
-                                       p_.sum + at * group_};
+        std::min<std::int64_t>(head.n_attended - first, kAttendDenseRows));
+    const AttendDenseArgs args = {head.rows + first * 2 * dim_,
+                                  head.q,
+                                  n,
+                                  a_.head_dim,
+                                  a_.group,
+                                  a_.scale,
+                                  p_.out + at * group_ * dim_,
+                                  p_.top + at * group_,
+                                  p_.sum + at * group_};
     k_.attend_dense(&args);
   }
 
@@ -130,21 +155,21 @@ class AttendCall {
     const std::int64_t rows = ChunkRows(head);
     const std::int64_t first = chunk * rows;
     const std::int64_t small = at * group_;
-    const cpu::AttendListArgs args = {head.rows,
-                                      head.q,
-                                      head.tokens + first,
-                                      head.mask + first,
-                                      std::min(head.n_attended - first, n * rows),
-                                      static_cast<std::int32_t>(rows),
-                                      a_.head_dim,
-                                      a_.group,
-                                      a_.scale,
-                                      p_.out + small * dim_,
-                                      p_.top + small,
-                                      p_.sum + small,
-                                      a_.least_weight > 0 ? limit : nullptr,
-                                      p_.light + small,
-                                      p_.n_values + at};
+    const AttendListArgs args = {head.rows,
+                                 head.q,
+                                 head.tokens + first,
+                                 head.mask + first,
+                                 std::min(head.n_attended - first, n * rows),
+                                 static_cast<std::int32_t>(rows),
+                                 a_.head_dim,
+                                 a_.group,
+                                 a_.scale,
+                                 p_.out + small * dim_,
+                                 p_.top + small,
+                                 p_.sum + small,
+                                 a_.least_weight > 0 ? limit : nullptr,
+                                 p_.light + small,
+                                 p_.n_values + at};
     k_.attend_listed(&args);
   }
 
@@ -161,9 +186,9 @@ class AttendCall {
     }
     float top[kMaxGroup];
     float sum[kMaxGroup];
-    const cpu::AttendListArgs args = {head.rows, head.q,      tokens,   mask,     n,
-                                      kEnds,     a_.head_dim, a_.group, a_.scale, nullptr,
-                                      top,       sum,         nullptr,  nullptr,  nullptr};
+    const AttendListArgs args = {head.rows, head.q,      tokens,   mask,     n,
+                                 kEnds,     a_.head_dim, a_.group, a_.scale, nullptr,
+                                 top,       sum,         nullptr,  nullptr,  nullptr};
     k_.attend_keys(&args);
     for (std::int64_t h = 0; h < group_; ++h) {
       limit[h] = top[h] + std::log(sum[h]) + std::log(a_.least_weight);
@@ -209,31 +234,12 @@ class AttendCall {
     return n;
   }
 
-  const cpu::KernelTable& k_;
+  const KernelTable& k_;
   const AttendArgs& a_;
   const std::int64_t group_;
   const std::int64_t dim_;
-  std::int64_t n_chunks_ = 0;
   std::int64_t* first_chunk_ = nullptr;  // [n_kv_heads + 1]
-  Partials p_ = {};
+  AttendParts p_ = {};
 };
 
-}  // namespace
-
-void CpuBackend::Attend(const AttendArgs& a) const {
-  assert(a.group > 0 && a.group <= kMaxGroup);
-  assert(a.head_dim > 0 && a.head_dim <= kMaxHeadDim && a.head_dim % 16 == 0);
-  AttendCall call(*kernels_, a);
-  const std::int64_t n = call.n_chunks();
-  const int threads = Threads(n);
-  const std::size_t team_bytes = cpu::Team::Bytes(threads);
-  std::byte* scratch = cpu::Scratch::Take(team_bytes + call.ScratchBytes());
-  call.UseScratch(scratch + team_bytes);
-  cpu::Team(threads, spins_, scratch).Run([&](const cpu::Team::Member& m) {
-    call.Run(n * m.thread() / m.size(), n * (m.thread() + 1) / m.size());
-    m.Wait();
-    m.ForMine(call.n_query_heads(), [&](std::int64_t i) { call.Join(i); });
-  });
-}
-
-}  // namespace fathom
+}  // namespace fathom::cpu

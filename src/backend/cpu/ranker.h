@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: MIT
-// Rank: scan, winners and rest in one parallel region.
+// Scan, winners and rest of all heads, by the threads of a team.
 //
 // Every thread owns the same range of blocks in all phases, so that the bytes U it writes are read
 // again from its own cache; nothing but samples and the keys of candidates crosses to other cores.
@@ -16,6 +16,7 @@
 //
 // A phase takes a few microseconds, as much as a dozen lines that another core has just written:
 // what threads write side by side lies in lines of their own.
+#pragma once
 
 #include <algorithm>
 #include <bit>
@@ -26,31 +27,19 @@
 #include <limits>
 #include <span>
 
-#include "backend/cpu/cpu_backend.h"
+#include "backend/cpu/kernels.h"
 #include "backend/cpu/mean_scanner.h"
 #include "backend/cpu/rank_ranges.h"
 #include "backend/cpu/score_key.h"
 #include "backend/cpu/scratch.h"
 #include "backend/cpu/team.h"
+#include "fathom/backend.h"
 #include "store/layout.h"
 
-namespace fathom {
-namespace {
-
-using cpu::KeyOfScore;
-using cpu::kMostTotal;
-using cpu::LeastTotal;
-using cpu::ScoreOfKey;
-using Member = cpu::Team::Member;
-using Piece = cpu::RankRanges::Piece;
-
-constexpr std::int64_t kSample = 1024;
-constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-
-std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
+namespace fathom::cpu {
 
 // Scratch of one query head; who has written the parts is said at the phases.
-struct alignas(cpu::kCacheLine) QueryHead {
+struct alignas(kCacheLine) RankQuery {
   std::uint8_t* sums;      // [n_index]
   std::int32_t* base;      // [n_blocks]
   std::uint64_t* winners;  // [n_blocks] bit i for token i; before phase 6, candidates
@@ -69,7 +58,7 @@ class Carver {
   template <typename T>
   T* Take(std::int64_t n) {
     T* p = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + used_);
-    used_ += cpu::LineBytes<T>(Size(n));
+    used_ += LineBytes<T>(static_cast<std::size_t>(n));
     return p;
   }
   std::size_t used() const { return used_; }
@@ -81,15 +70,21 @@ class Carver {
 
 class Ranker {
  public:
+  using Member = Team::Member;
+
   // threads: of the team, at most.
-  Ranker(const cpu::KernelTable& kernels, const RankArgs& a, int threads)
+  Ranker(const KernelTable& kernels, const RankArgs& a, int threads)
       : kernels_(kernels),
         a_(a),
         threads_(threads),
         ranges_(a.heads),
         n_blocks_(ranges_.n_blocks()),
-        plan_bytes_(cpu::MeanScanner::PlanBytes(kernels, a.head_dim, a.group)) {}
+        plan_bytes_(MeanScanner::PlanBytes(kernels, a.head_dim, a.group)) {
+    assert(a.group > 0 && a.group <= kMaxGroup && a.head_dim <= kMaxHeadDim);
+    assert(a.keep >= 1 && a.first >= 0 && a.first + a.keep <= a.last && a.last <= a.n_tokens);
+  }
 
+  // Before UseScratch: it forgets what it had.
   std::size_t ScratchBytes() {
     Carver carver(nullptr);
     Carve(&carver);
@@ -130,6 +125,13 @@ class Ranker {
   const std::exception_ptr& failure() const { return failure_; }
 
  private:
+  using Piece = RankRanges::Piece;
+
+  static constexpr std::int64_t kSample = 1024;
+  static constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
+
+  static std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
+
   void Plan(const Member& m) {
     m.ForMine(static_cast<std::int64_t>(a_.heads.size()), [&](std::int64_t kv) {
       try {
@@ -142,14 +144,14 @@ class Ranker {
   }
 
   void ScanRange(const Member& m) {
-    cpu::MeanScanner scanner(kernels_,
-                             {a_.group, a_.segment_blocks, a_.mean_bits,
-                              static_cast<std::int64_t>(layout::SideBytes(
-                                  Codec::kMean, a_.head_dim, a_.mean_bits, a_.segment_blocks))},
-                             plans_ + Size(m.thread()) * plan_bytes_);
+    MeanScanner scanner(kernels_,
+                        {a_.group, a_.segment_blocks, a_.mean_bits,
+                         static_cast<std::int64_t>(layout::SideBytes(
+                             Codec::kMean, a_.head_dim, a_.mean_bits, a_.segment_blocks))},
+                        plans_ + Size(m.thread()) * plan_bytes_);
     ranges_.ForRange(m.thread(), m.size(), [&](std::int64_t kv, const Piece& p) {
       const RankHead& head = a_.heads[Size(kv)];
-      const QueryHead& first = heads_[kv * a_.group];
+      const RankQuery& first = heads_[kv * a_.group];
       scanner.Run(
           head.tables[Size(p.segment->table)], *p.segment, p.next, p.first, p.count,
           {first.sums + p.block * kBlockTokens, sums_stride_, first.base + p.block, base_stride_});
@@ -158,7 +160,7 @@ class Ranker {
   }
 
   void FindThreshold(std::int64_t i) {
-    const QueryHead& head = heads_[i];
+    const RankQuery& head = heads_[i];
     *head.threshold = kNaN;
     if (rank_ == 0) return;
     const float threshold = ScoreOfKey(kernels_.kth_key(head.sample, kSample, rank_));
@@ -181,7 +183,7 @@ class Ranker {
   }
 
   void FindLast(std::int64_t i, int team) {
-    const QueryHead& head = heads_[i];
+    const RankQuery& head = heads_[i];
     std::int64_t n = JoinKeys(i, team);
     const bool all = n < a_.keep;  // the sample was unlucky
     if (all) n = ListAllKeys(i);
@@ -250,7 +252,7 @@ class Ranker {
     const std::int64_t n_index = n_blocks_ * kBlockTokens;
     sums_stride_ = n_index;
     base_stride_ = StrideOf<std::int32_t>(n_blocks_);
-    heads_ = carver->Take<QueryHead>(n);
+    heads_ = carver->Take<RankQuery>(n);
     plans_ = carver->Take<std::byte>(static_cast<std::int64_t>(plan_bytes_) * threads_);
     counts_stride_ = StrideOf<std::int32_t>(n);
     counts_ = carver->Take<std::int32_t>(counts_stride_ * threads_);
@@ -260,9 +262,9 @@ class Ranker {
     auto* base = carver->Take<std::int32_t>(n * base_stride_);
     winners_ = carver->Take<std::uint64_t>(n * n_blocks_);
     for (std::int64_t i = 0; i < n; ++i) {
-      QueryHead head = {};
-      head.key = carver->Take<std::int32_t>(n_index + (threads_ + 1) * cpu::kSelectSlack);
-      head.sample = carver->Take<std::int32_t>(kSample + cpu::kSelectSlack);
+      RankQuery head = {};
+      head.key = carver->Take<std::int32_t>(n_index + (threads_ + 1) * kSelectSlack);
+      head.sample = carver->Take<std::int32_t>(kSample + kSelectSlack);
       head.threshold = carver->Take<float>(1);
       head.last = carver->Take<float>(1);
       head.excess = carver->Take<std::int32_t>(threads_);
@@ -278,7 +280,7 @@ class Ranker {
   // Elements of n, rounded up to whole cache lines.
   template <typename T>
   static std::int64_t StrideOf(std::int64_t n) {
-    return static_cast<std::int64_t>(cpu::LineBytes<T>(Size(n)) / sizeof(T));
+    return static_cast<std::int64_t>(LineBytes<T>(Size(n)) / sizeof(T));
   }
 
   // Of the sample, how many should be candidates, so that `keep` tokens nearly always are; 0 when a
@@ -291,7 +293,7 @@ class Ranker {
     return rank <= kSample * 3 / 4 ? rank : 0;
   }
 
-  float ScoreAt(const QueryHead& head, const ScanTable& table, std::int32_t h,
+  float ScoreAt(const RankQuery& head, const ScanTable& table, std::int32_t h,
                 std::int64_t token) const {
     const std::int32_t total =
         (head.sums[token] << table.shift[Size(h)]) + head.base[token / kBlockTokens];
@@ -316,49 +318,49 @@ class Ranker {
       tokens[n++] = static_cast<std::int32_t>(token);
     }
     for (std::int32_t h = 0; h < a_.group && n > 0; ++h) {
-      const QueryHead& head = heads_[kv * a_.group + h];
-      std::int32_t keys[kSample + cpu::kSelectSlack];
+      const RankQuery& head = heads_[kv * a_.group + h];
+      std::int32_t keys[kSample + kSelectSlack];
       Keys(head, table, h, 0, nullptr, tokens, n, keys);
       std::copy_n(keys, n, head.sample + first);
     }
   }
 
   // Keys of marked blocks from block `block` on, or of n tokens counted from there.
-  std::int64_t Keys(const QueryHead& head, const ScanTable& table, std::int32_t h,
+  std::int64_t Keys(const RankQuery& head, const ScanTable& table, std::int32_t h,
                     std::int64_t block, const std::uint64_t* marks, const std::int32_t* tokens,
                     std::int64_t n, std::int32_t* keys) const {
-    const cpu::RankKeysArgs args = {head.sums + block * kBlockTokens,
-                                    head.base + block,
-                                    table.shift[Size(h)],
-                                    table.scale[Size(h)],
-                                    marks,
-                                    tokens,
-                                    n,
-                                    keys};
+    const RankKeysArgs args = {head.sums + block * kBlockTokens,
+                               head.base + block,
+                               table.shift[Size(h)],
+                               table.scale[Size(h)],
+                               marks,
+                               tokens,
+                               n,
+                               keys};
     return kernels_.rank_keys(&args);
   }
 
   // Bits of the tokens of a piece with T >= least; with a cut, the rest of the others too.
   void MarkBlocks(std::int64_t kv, std::int32_t h, const ScanTable& table, const Piece& p,
                   std::int32_t least, const float* cut) const {
-    const QueryHead& head = heads_[kv * a_.group + h];
+    const RankQuery& head = heads_[kv * a_.group + h];
     const float scale = table.scale[Size(h)];
     const std::int64_t begin = p.block * kBlockTokens;
     const RankHead& out = a_.heads[Size(kv)];
     float* rest = cut == nullptr ? nullptr : out.rest + h * out.rest_stride + p.block;
     const bool weigh = cut != nullptr && std::isfinite(*cut) && scale > 0;
     if (rest != nullptr && !weigh) std::fill_n(rest, p.count, kNaN);
-    const cpu::RankBlocksArgs args = {head.sums + begin,
-                                      head.base + p.block,
-                                      p.count,
-                                      a_.first - begin,
-                                      a_.last - begin,
-                                      table.shift[Size(h)],
-                                      least,
-                                      head.winners + p.block,
-                                      weigh ? a_.exp_scale * scale : 0.0f,
-                                      weigh ? *cut / scale : 0.0f,
-                                      rest};
+    const RankBlocksArgs args = {head.sums + begin,
+                                 head.base + p.block,
+                                 p.count,
+                                 a_.first - begin,
+                                 a_.last - begin,
+                                 table.shift[Size(h)],
+                                 least,
+                                 head.winners + p.block,
+                                 weigh ? a_.exp_scale * scale : 0.0f,
+                                 weigh ? *cut / scale : 0.0f,
+                                 rest};
     kernels_.rank_blocks(&args);
   }
 
@@ -366,7 +368,7 @@ class Ranker {
   // reach into the keys of the next thread: hence kSelectSlack between ranges.
   void ListKeys(std::int64_t kv, std::int32_t h, const ScanTable& table, const Piece& p,
                 const Member& m) const {
-    const QueryHead& head = heads_[kv * a_.group + h];
+    const RankQuery& head = heads_[kv * a_.group + h];
     std::int32_t& count = Counts(m.thread())[kv * a_.group + h];
     std::int32_t* key = head.key + KeyBegin(m.thread(), m.size(), kv) + count;
     count += static_cast<std::int32_t>(
@@ -374,7 +376,7 @@ class Ranker {
   }
 
   std::int64_t KeyBegin(int thread, int team, std::int64_t kv) const {
-    return ranges_.Begin(thread, team, kv) + thread * std::int64_t{cpu::kSelectSlack};
+    return ranges_.Begin(thread, team, kv) + thread * std::int64_t{kSelectSlack};
   }
 
   // Moves the keys of all threads together; returns how many there are.
@@ -393,7 +395,7 @@ class Ranker {
   // Of the tokens with the last winner's score, the latest ones are no winners: those that a range
   // has too many.
   void DropTies(std::int64_t i, const Member& m) const {
-    const QueryHead& head = heads_[i];
+    const RankQuery& head = heads_[i];
     std::int32_t excess = head.excess[m.thread()];
     const RankHead& out = a_.heads[Size(i / a_.group)];
     const auto h = static_cast<std::int32_t>(i % a_.group);
@@ -438,7 +440,7 @@ class Ranker {
   }
 
   std::int64_t ListAllKeys(std::int64_t i) const {
-    const QueryHead& head = heads_[i];
+    const RankQuery& head = heads_[i];
     const RankHead& kv = a_.heads[Size(i / a_.group)];
     const auto h = static_cast<std::int32_t>(i % a_.group);
     std::int64_t token = 0, n = 0;
@@ -456,7 +458,7 @@ class Ranker {
   // The union of the group in a piece; returns how many tokens.
   std::int64_t Unite(std::int64_t kv, const Piece& p, std::int32_t* tokens,
                      std::uint16_t* mask) const {
-    const cpu::RankUnionArgs args = {
+    const RankUnionArgs args = {
         winners_ + kv * a_.group * n_blocks_, n_blocks_, a_.group, p.block, p.count, tokens, mask};
     return kernels_.rank_union(&args);
   }
@@ -464,15 +466,15 @@ class Ranker {
   std::int32_t* Counts(int thread) const { return counts_ + thread * counts_stride_; }
   std::int64_t* UnionCounts(int thread) const { return union_ + thread * union_stride_; }
 
-  const cpu::KernelTable& kernels_;
+  const KernelTable& kernels_;
   const RankArgs& a_;
   const int threads_;
-  const cpu::RankRanges ranges_;
+  const RankRanges ranges_;
   const std::int64_t n_blocks_;
   const std::size_t plan_bytes_;
   std::exception_ptr failure_;
   std::int64_t rank_ = 0;             // of the threshold in the sample
-  QueryHead* heads_ = nullptr;        // [n_query_heads]
+  RankQuery* heads_ = nullptr;        // [n_query_heads]
   std::byte* plans_ = nullptr;        // [threads][plan_bytes]
   std::uint64_t* winners_ = nullptr;  // [n_query_heads][n_blocks]
   // Of every thread, in lines of its own: candidates of each query head in its range, and winners
@@ -485,18 +487,4 @@ class Ranker {
   std::int64_t base_stride_ = 0;
 };
 
-}  // namespace
-
-void CpuBackend::Rank(const RankArgs& a) const {
-  assert(a.group > 0 && a.group <= kMaxGroup && a.head_dim <= kMaxHeadDim);
-  assert(a.keep >= 1 && a.first >= 0 && a.first + a.keep <= a.last && a.last <= a.n_tokens);
-  const int threads = Threads(static_cast<std::int64_t>(a.heads.size()) * 2);
-  Ranker ranker(*kernels_, a, threads);
-  const std::size_t team_bytes = cpu::Team::Bytes(threads);
-  std::byte* scratch = cpu::Scratch::Take(team_bytes + ranker.ScratchBytes());
-  ranker.UseScratch(scratch + team_bytes);
-  cpu::Team(threads, spins_, scratch).Run([&](const Member& m) { ranker.Run(m); });
-  if (ranker.failure()) std::rethrow_exception(ranker.failure());
-}
-
-}  // namespace fathom
+}  // namespace fathom::cpu
