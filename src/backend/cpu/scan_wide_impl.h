@@ -244,11 +244,6 @@ FATHOM_INLINE WideAhead AheadOf(const ScanSumsArgs& a, const WidePlan& plan, int
   return {WordsAhead(a, block), plan.offsets(a.group), side, (side.n_lines + tiles - 1) / tiles};
 }
 
-// Lines that will be written are fetched so many blocks before, for writing: a line that is written
-// as a whole is read first all the same, and from beyond the second-level cache where the results
-// of a call do not fit there.
-constexpr int kWriteAheadBlocks = 8;
-
 template <int Heads>
 FATHOM_INLINE void SumWideHeads(const ScanSumsArgs& a, const WidePlan& plan, const Bytes* index,
                                 int head, int n, std::uint8_t* out, const WideAhead& ahead) {
@@ -259,9 +254,6 @@ FATHOM_INLINE void SumWideHeads(const ScanSumsArgs& a, const WidePlan& plan, con
     std::uint8_t* at = out + head * a.stride + k * kBlockTokens;
 #pragma GCC unroll 4
     for (int h = 0; h < Heads; ++h, at += a.stride) {
-      const std::uint8_t* soon = at + kWriteAheadBlocks * kBlockTokens;
-      __builtin_prefetch(soon, /*rw=*/1);
-      __builtin_prefetch(soon + kBlockTokens, /*rw=*/1);
       StoreBytes(at, sum[kTileBlocks * h]);
       if (k + 1 < n) StoreBytes(at + kBlockTokens, sum[kTileBlocks * h + 1]);
     }
