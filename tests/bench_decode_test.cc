@@ -62,10 +62,18 @@ TEST_F(BenchDecode, WithoutLibllamaThereAreNoRatios) {
   for (const auto& [runner, sample] : samples) EXPECT_FALSE(sample.contains("ratio")) << runner;
 }
 
+TEST_F(BenchDecode, LibllamaRunsWithTheSettingThatIsAskedFor) {
+  const auto samples = Samples("-t 2 --llama-flash on");
+  EXPECT_EQ(samples.size(), 3U);
+  EXPECT_TRUE(samples.contains("libllama, flash attention on"));
+  EXPECT_TRUE(samples.at("dense").contains("ratio"));
+}
+
 TEST_F(BenchDecode, BadRequestsAreRefused) {
   ExpectError("-f text.txt", 2, {"--model"});
   ExpectError(kArguments + " --steps 0", 2, {"--steps"});
   ExpectError(kArguments + " --ctx 3z", 2, {"3z", "32k"});
+  ExpectError(kArguments + " --llama-flash no", 2, {"--llama-flash no", "both"});
   ExpectError("-m nowhere.gguf -f text.txt", 1, {"nowhere.gguf"});
 }
 

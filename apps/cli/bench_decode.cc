@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <set>
 
 #include "bench.h"
 #include "bench_llama.h"
@@ -35,6 +36,7 @@ struct BenchOptions {
   std::string decode_attention = "device";
   std::string statistics_file;  // empty: the prefill's own
   bool no_llama = false;
+  std::string llama_flash = "both";
   bool json = false;
 };
 
@@ -280,6 +282,10 @@ void PrintJson(const std::vector<Sample>& samples, const BenchOptions& options,
 
 int BenchDecode(const BenchOptions& options) {
   for (const std::string& spec : options.methods) ValidateMethodSpec(MethodSpec::Parse(spec));
+  if (!std::set<std::string>{"off", "on", "both"}.contains(options.llama_flash)) {
+    throw Error(ErrorCode::kUsage,
+                "--llama-flash " + options.llama_flash + ": use off, on or both");
+  }
   std::vector<std::int64_t> contexts = {kBaseContext};
   for (const std::string& text : options.contexts) contexts.push_back(ParseTokens(text));
   std::sort(contexts.begin(), contexts.end());
@@ -294,9 +300,9 @@ int BenchDecode(const BenchOptions& options) {
   std::vector<Sample> samples;
   try {
     MeasureOurs(model, options, contexts, tokens, &samples);
-    if (!options.no_llama) {
-      MeasureRival(options, false, threads, contexts, tokens, &samples);
-      MeasureRival(options, true, threads, contexts, tokens, &samples);
+    for (const bool flash : {false, true}) {
+      if (options.no_llama || options.llama_flash == (flash ? "off" : "on")) continue;
+      MeasureRival(options, flash, threads, contexts, tokens, &samples);
     }
   } catch (const Error& error) {
     if (error.code() != ErrorCode::kCancelled) throw;
@@ -335,6 +341,11 @@ void AddBenchDecode(Command bench, int* exit_code) {
   AddDeviceOptions(decode, &options->device, &options->decode_attention);
   decode.AddOption("--stats-file", options->statistics_file, kStatsFileHelp).TypeName("FILE");
   decode.AddFlag("--no-llama", options->no_llama, "leave libllama out");
+  decode
+      .AddOption("--llama-flash", options->llama_flash,
+                 "libllama's flash attention: off, on, or both one after the other")
+      .TypeName("NAME")
+      .ShowDefault();
   decode.AddFlag("--json", options->json, "print one JSON document");
   decode.OnRun([options, exit_code] { *exit_code = BenchDecode(*options); });
 }
