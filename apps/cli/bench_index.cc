@@ -100,6 +100,7 @@ void ScanLayer(const Backend& backend, const IndexCopies& index, std::int64_t la
       heads[h].scores = out.scores + first * static_cast<std::size_t>(n_tokens);
       continue;
     }
+    if (out.sums == nullptr) continue;
     heads[h].sums = out.sums + first * static_cast<std::size_t>(n_tokens);
     heads[h].base_stride = n_tokens / kBlockTokens;
     heads[h].base = out.base + first * static_cast<std::size_t>(heads[h].base_stride);

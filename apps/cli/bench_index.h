@@ -55,7 +55,8 @@ LayerRead PlanMeanRead(const IndexCopies& index, std::int32_t group, const float
 LayerRead PlanPaperRead(const IndexCopies& index, std::int32_t group, const float* q,
                         std::span<const double> variance, double budget);
 
-// What a scan writes: scores, or, where that is null, the integers that they are made of.
+// What a scan writes: scores, or, where that is null, the integers that they are made of, or, where
+// these are null too, nothing.
 struct ScanOutput {
   float* scores = nullptr;       // [n_heads][n_tokens]
   std::uint8_t* sums = nullptr;  // [n_heads][n_tokens]

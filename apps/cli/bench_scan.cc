@@ -240,7 +240,8 @@ class Scans {
     return {};
   }
 
-  // What a decode step does: the scan leaves integers for the selection that is fused with it.
+  // What a decode step does: the scan leaves integers for the selection that is fused with it. And
+  // the kernels by themselves, whose results stay in a cache and are dropped.
   void AddFused(const std::string& name, const Plan& plan, const std::string& instruction_set) {
     sums_.resize(scores_.size());
     base_.resize(scores_.size() / kBlockTokens);
@@ -251,6 +252,9 @@ class Scans {
     add(", integers", [this](const Backend& backend, std::int64_t layer, const LayerRead& read) {
       ScanLayer(backend, *mean_, layer, shape_.heads.group(), read,
                 {.sums = sums_.data(), .base = base_.data()});
+    });
+    add(", kernels", [this](const Backend& backend, std::int64_t layer, const LayerRead& read) {
+      ScanLayer(backend, *mean_, layer, shape_.heads.group(), read, {});
     });
     if (keep() <= 0) return;
     add(Best(), [this](const Backend& backend, std::int64_t layer, const LayerRead& read) {
@@ -387,7 +391,9 @@ class Scans {
 
 constexpr const char* kNote =
     "scores of one layer's tokens for all query heads; read bits per token and KV head, of which "
-    "GB/s is the rate;\nbest k: the scan leaves the best k tokens of every query head, as in a "
+    "GB/s is the rate;\nintegers: a byte for every token and query head in place of a score; "
+    "kernels: those, made and dropped;\nbest k: the scan leaves the best k tokens of every query "
+    "head, as in a "
     "decode step, and no scores; Mkeys/s: millions of tokens times KV heads;\nratio to exact "
     "scores";
 

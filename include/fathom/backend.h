@@ -102,7 +102,8 @@ struct ScanHead {
   float* scores = nullptr;  // [group][stride] out, written for every token of the segments in order
   std::int64_t stride = 0;
   // Out where scores is null (mean codec): the integers that they are made of, a fifth of the bytes
-  // and exact. For those who select by themselves.
+  // and exact. For those who select by themselves. Null as well: they are made and dropped, block
+  // by block, which shows what the scan takes without writing its results.
   std::uint8_t* sums = nullptr;  // [group][stride]: U of every token
   std::int32_t* base = nullptr;  // [group][base_stride]: of every block
   std::int64_t base_stride = 0;

@@ -61,7 +61,7 @@ void RunMean(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task,
   const ScanTable& t = head.tables[static_cast<std::size_t>(task.segment->table)];
   const SegmentView* soon = next != nullptr && next->first == 0 ? next->segment : nullptr;
   const std::int64_t token = task.token + std::int64_t{task.first} * kBlockTokens;
-  if (head.scores == nullptr) {
+  if (head.scores == nullptr && head.sums != nullptr) {
     scanner->Run(
         t, *task.segment, soon, task.first, task.count,
         {head.sums + token, head.stride, head.base + token / kBlockTokens, head.base_stride});
@@ -69,7 +69,7 @@ void RunMean(const cpu::KernelTable& k, const ScanArgs& a, const ScanTask& task,
   }
   scanner->Run(t, *task.segment, soon, task.first, task.count,
                {scratch.sums, kChunkTokens, scratch.base, cpu::kScanChunkBlocks});
-  for (std::int32_t h = 0; h < a.group; ++h) {
+  for (std::int32_t h = 0; head.scores != nullptr && h < a.group; ++h) {
     const cpu::ScanScoresArgs args = {scratch.sums + h * kChunkTokens,
                                       scratch.base + std::ptrdiff_t{h} * cpu::kScanChunkBlocks,
                                       task.count,

@@ -140,7 +140,7 @@ void ScanHeadMean(const ScanArgs& a, const ScanHead& head, cudaStream_t stream) 
   scan.sink.stride = n;
   cuda::ScanMean(scan, stream);
   cuda::Check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-  for (std::int32_t h = 0; h < a.group; ++h) {
+  for (std::int32_t h = 0; head.sums != nullptr && h < a.group; ++h) {
     CopyOut(head.sums + h * head.stride, sums.data() + h * n, n);
     CopyOut(head.base + h * head.base_stride, base.data() + h * n_blocks, n_blocks);
   }

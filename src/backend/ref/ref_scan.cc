@@ -105,7 +105,7 @@ void RefBackend::Scan(const ScanArgs& a) const {
   for (const ScanHead& head : a.heads) {
     if (head.scores == nullptr) {
       assert(a.codec == Codec::kMean);
-      ScanIntegers(a, head);
+      if (head.sums != nullptr) ScanIntegers(a, head);
       continue;
     }
     for (int h = 0; h < a.group; ++h) {
