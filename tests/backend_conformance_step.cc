@@ -24,6 +24,7 @@ struct StepCase {
   float exp_scale = 0.125F;
   float least_weight = 0;
   float factor = 0.7F;
+  float least_share = 0.015F;  // some blocks are read and some are not
   bool block_means = true;
 };
 
@@ -51,6 +52,7 @@ class Step final : public RankPlanner {
     means = RandomHalves(std::int64_t{kHeads} * n_blocks * dim, 32);
     mean = RandomNormal(std::int64_t{kHeads} * dim, 33);
     offset = RandomNormal(std::int64_t{kHeads} * c.group, 34);
+    for (float& x : offset) x -= 24;  // the rest weighs about as much as what is attended
     noise.assign(offset.size(), 0.3F);
     factor.assign(offset.size(), c.factor);
   }
@@ -149,7 +151,7 @@ StepResult RunStep(Step* step, const StepCall& call) {
   args.attend = attend;
   args.scale = 0.125F;
   args.least_weight = c.least_weight;
-  args.least_share = 1e-3F;
+  args.least_share = c.least_share;
   args.rest = rest;
   call(args);
   for (std::size_t h = 0; h < kHeads; ++h) {
@@ -184,13 +186,14 @@ class BackendStep : public BackendTest {
   void Check(const StepCase& c) {
     Step step(c, ref());
     const StepResult actual = InOne(&step, backend());
-    for (const auto& count : step.planned) EXPECT_EQ(count, 1);
+    for (const std::atomic<int>& count : step.planned) EXPECT_EQ(count, 1);
     const StepResult calls = ByCalls(&step, backend());
     ExpectAlike(actual, calls, 2e-6, c);
     EXPECT_EQ(actual.n_values, calls.n_values);
     EXPECT_EQ(actual.n_read, calls.n_read);
-    // The rest is right within 2 % (Backend::Rank).
-    ExpectAlike(actual, ByCalls(&step, ref()), 0.02, c);
+    // The rest is right within 2 % (Backend::Rank), which decides for blocks near the limit.
+    step.c.least_share = 0;
+    ExpectAlike(InOne(&step, backend()), ByCalls(&step, ref()), 0.02, c);
   }
 };
 

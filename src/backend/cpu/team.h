@@ -12,7 +12,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <exception>
 #include <new>
 #include <thread>
 
@@ -55,9 +54,8 @@ class Team {
     for (int i = 0; i <= threads; ++i) new (lines_ + i) Line{};
   }
 
-  // fn(member) on all threads: `threads` of them, or fewer where the runtime has no more to give.
-  // What fn throws is rethrown after the region; fn must not throw between two waits of others,
-  // see Failure.
+  // fn(member) on all threads: `threads` of them, or fewer where the runtime has no more to give,
+  // in a caller's own parallel region for one. Once for each Team. fn must not throw.
   template <typename Fn>
   void Run(const Fn& fn) {
 #pragma omp parallel num_threads(threads_) if (threads_ > 1)
