@@ -211,6 +211,20 @@ TEST_P(BackendStep, IsMadeOfItsCalls) {
   }
 }
 
+// Several tasks for every part of a step, and the widest group.
+TEST_P(BackendStep, ManyBlocks) {
+  Check({.index = {.head_dim = 64, .segment_blocks = 64, .blocks = {64, 64, 64, 9}}, .keep = 300});
+  Check({.index = {.head_dim = 64, .segment_blocks = 64, .blocks = {64, 64, 30}},
+         .group = 16,
+         .keep = 100});
+}
+
+TEST_P(BackendStep, AllCandidatesWin) {
+  Check({.index = {.head_dim = 64, .segment_blocks = 8, .blocks = {3}},
+         .tail = kWindow,
+         .keep = 3 * kBlockTokens - kSinks});
+}
+
 TEST_P(BackendStep, Rules) {
   const StepCase c = {.index = {.head_dim = 64, .segment_blocks = 64, .blocks = {64, 20}},
                       .keep = 300};

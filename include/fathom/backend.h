@@ -364,7 +364,8 @@ struct WeighArgs {
 //   r = out of Weigh with the masses m and least = least_share (1 + M),
 //   out = (out + factor r) / (1 + factor M).
 // out is left as Attend gives it where the factor is 0, M or r is not finite, or 1 / (1 + factor M)
-// is 0. rest of rank.heads is spoiled.
+// is 0. rest of rank.heads is spoiled. Requires a segment block for each of the n_blocks, the same
+// rest_stride in all heads, and as many heads everywhere.
 struct RestHead {
   const float* offset = nullptr;  // [group] what the scores lack: score + offset estimates q.k
   const float* noise = nullptr;   // [group] variance of that estimate's error
@@ -383,7 +384,7 @@ struct RankAttendArgs {
   float scale = 0;  // least_weight: as in AttendArgs
   float least_weight = 0;
   float least_share = 0;
-  std::span<const RestHead> rest;  // one for every KV head; empty where exp_scale is 0
+  std::span<const RestHead> rest;  // not read where exp_scale is 0
 
   std::int64_t n_blocks() const { return rank.n_tokens / kBlockTokens; }
 };

@@ -32,7 +32,7 @@ constexpr std::array kTable = {
     BackendEntry{"cpu/avx2", "CPU kernels for AVX2, FMA and F16C", ProbeCpuAvx2, MakeCpuAvx2},
     BackendEntry{"cpu/avx512", "CPU kernels for AVX-512 F, BW, DQ and VL", ProbeCpuAvx512,
                  MakeCpuAvx512},
-    BackendEntry{"cpu/avx512vbmi", "CPU kernels for AVX-512 with VBMI, VNNI and GFNI",
+    BackendEntry{"cpu/avx512vbmi", "CPU kernels for AVX-512 with VBMI, VBMI2, VNNI and GFNI",
                  ProbeCpuAvx512Vbmi, MakeCpuAvx512Vbmi},
     BackendEntry{"cpu/amx", "CPU kernels for AVX-512, prefill in AMX tiles of bf16", ProbeCpuAmx,
                  MakeCpuAmx},

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 #include <vector>
 
 #include "fathom/backend.h"
@@ -20,14 +21,18 @@ inline float RestScale(float exp_scale, float cut, float offset, float noise, fl
   return static_cast<float>(std::exp(std::min(top - lse, kMost)));
 }
 
+// False where an estimate of the rest, its mass or its weighed values [dim], holds NaN or inf: it
+// is left out then, so that it cannot spoil what was attended exactly.
+inline bool IsUsableRest(double mass, std::span<const float> rest) {
+  return std::isfinite(mass) && std::ranges::all_of(rest, [](float x) { return std::isfinite(x); });
+}
+
 // Adds the rest of a head, values `rest` of a total mass, to its output. out, rest: [dim]. Nothing
-// where something is not finite, so that an estimate cannot spoil what was attended exactly, and
-// where the mass times the factor leaves the output no weight.
+// where the rest is not usable, and where the mass times the factor leaves the output no weight.
 inline void AddRest(float* out, const float* rest, float mass, float factor, std::int32_t dim) {
   const float weight = 1.0F / (1.0F + factor * mass);
-  const bool usable = std::isfinite(mass) &&
-                      std::all_of(rest, rest + dim, [](float x) { return std::isfinite(x); });
-  if (factor == 0.0F || !(weight > 0.0F) || !usable) return;
+  if (factor == 0.0F || !(weight > 0.0F)) return;
+  if (!IsUsableRest(mass, {rest, static_cast<std::size_t>(dim)})) return;
   const float share = factor * weight;
   for (std::int32_t d = 0; d < dim; ++d) out[d] = out[d] * weight + share * rest[d];
 }

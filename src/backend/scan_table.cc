@@ -181,17 +181,24 @@ void FillHeads(const ScanTableInput& in, int first, const bool* finite, ScanTabl
   for (std::size_t h = 0; h < kHeads; ++h) {
     for (std::size_t c = 0; !filled[h] && c < table->channel.size(); ++c) w.mean[c][h] = 0;
   }
+  std::array<std::int64_t, kHeads> total{};
   for (std::size_t c = 0; c < table->channel.size(); ++c) {
     std::array<std::int32_t, kHeads> rounded;
     for (std::size_t h = 0; h < kHeads; ++h) {
       const double exact = w.mean[c][h] / scale[h];
       rounded[h] = static_cast<std::int32_t>(exact + std::copysign(0.5, exact));
+      total[h] += std::abs(rounded[h]) * layout::MeanLimit(in.mean_bits);
     }
     std::int32_t* out = &table->mean_weight[c * group + static_cast<std::size_t>(first)];
     for (std::size_t h = 0; h < n; ++h) {
       if (filled[h]) out[h] = rounded[h];
     }
   }
+  for (std::size_t h = 0; h < n; ++h) {
+    assert(!filled[h] ||
+           total[h] + std::abs(table->constant[static_cast<std::size_t>(first) + h]) < (1 << 24));
+  }
+  (void)total;
 }
 
 bool AllFinite(const float* v, int n) {

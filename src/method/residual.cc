@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 
+#include "backend/rest.h"
 #include "base/half.h"
 #include "memory/state_stream.h"
 
@@ -92,10 +93,6 @@ void ValueMeans::Truncate(std::int64_t n_tokens) {
 void ValueMeans::Clear() {
   Truncate(0);
   FindMean(0);
-}
-
-bool IsUsableRest(double mass, std::span<const float> rest) {
-  return std::isfinite(mass) && std::ranges::all_of(rest, [](float x) { return std::isfinite(x); });
 }
 
 float FitResidualFactor(std::span<const ResidualSample> samples) {

@@ -88,10 +88,6 @@ struct ResidualSample {
   std::vector<float> dense;  // [D] attention over all tokens
 };
 
-// False where an estimate of the rest, its mass or its weighed values [D], holds NaN or inf: it is
-// left out then, so that it cannot spoil what was attended exactly.
-bool IsUsableRest(double mass, std::span<const float> rest);
-
 // The factor in 0, 0.05, .. 1.2 with the least sum of relative L2 errors; 0 without samples whose
 // estimate is usable.
 float FitResidualFactor(std::span<const ResidualSample> samples);

@@ -127,7 +127,8 @@ void SparseMethod::Attend(std::int32_t layer, std::int64_t n_tokens, const float
   }
   const std::span<const float> factor(factor_.data() + Size(layer) * Size(heads.n_heads),
                                       Size(heads.n_heads));
-  const bool rest = std::ranges::any_of(factor, [](float f) { return f != 0.0F; });
+  const bool rest = config_.residual != ResidualRule::kOff &&
+                    std::ranges::any_of(factor, [](float f) { return f != 0.0F; });
   const double bits = AttendStep(step, q, rest ? factor : std::span<const float>(), out);
   counters_.sparse_calls += heads.n_kv_heads;
   counters_.read_bits += bits;

@@ -78,8 +78,9 @@ class SparseMethod : public Method, protected StepSource {
   virtual double ScoreLayer(std::int32_t layer, std::int64_t n_tokens, std::int64_t n_index,
                             const float* q, const LayerScores& out) = 0;
 
-  // True where the backend ranks the method's index by itself (Backend::Rank): then PrepareRank is
-  // called in place of ScoreLayer, and no scores are written. Not with a group rule of its own.
+  // True where the backend ranks the method's index by itself (Backend::RankAttend): then
+  // PrepareRank is called in place of ScoreLayer, and no scores are written. Not with a group rule
+  // of its own.
   virtual bool ranks() const { return false; }
   // Sets segments and tables of every KV head, segment_blocks and mean_bits, and a planner that
   // fills the tables, and offsets and noise of `out`. ReadBits: when the planner has run, what
@@ -184,7 +185,7 @@ class SparseMethod : public Method, protected StepSource {
   std::vector<std::uint16_t> mask_;     // [n_kv_heads][capacity]
   std::vector<std::int64_t> attended_;  // [n_kv_heads]; -1 after a dense step
   std::size_t capacity_ = 0;
-  std::vector<float> left_;               // [n_heads][left_stride_] rest of Backend::Rank
+  std::vector<float> left_;               // [n_heads][left_stride_] rest of Backend::RankAttend
   std::int64_t left_stride_ = 0;          // blocks
   std::vector<float> cut_;                // [n_heads]
   std::vector<float> lse_;                // [n_heads]

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: MIT
 #include <algorithm>
 #include <array>
+#include <cassert>
 #include <cstddef>
 #include <iterator>
 #include <limits>
@@ -27,6 +28,7 @@ MeasuredPlan PlanAtMultiplier(const float* q, std::int32_t group, const Distorti
                               double multiplier, PlanWeights weights) {
   const std::vector<double> weight = WeightsOf(q, group, hull, weights);
   const std::size_t dim = weight.size();
+  assert(dim <= kMaxHeadDim);
   const double* slope = hull.step_slopes().data();
   const double* cost = hull.step_costs().data();
   // A channel's rates fall from step to step: those above the multiplier are its first ones, and

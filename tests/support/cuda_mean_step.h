@@ -13,6 +13,7 @@
 #include <span>
 #include <vector>
 
+#include "backend/rest.h"
 #include "device/mean_stats.h"
 #include "device/scans.h"
 #include "fathom/plan.h"
@@ -220,7 +221,7 @@ inline void MeanStep::Rank(const Backend& backend, std::int64_t h, StepResult* r
   r->mask = {mask};
 }
 
-// The rest of a head as SparseMethod adds it: MassOfRank, WeighRest, AddRest.
+// The rest of a head as Backend::RankAttend adds it.
 inline void MeanStep::AddRest(std::int64_t h, const std::vector<float>& lse,
                               std::vector<float>* out) const {
   StepResult unused;

@@ -45,7 +45,7 @@ class CpuBackend : public Backend {
   const cpu::KernelTable* kernels_;
   std::string name_;
   int n_threads_;
-  bool spins_;  // every thread has a processor: see cpu::Team
+  bool spins_;  // whether every thread has a processor: see cpu::Team
 };
 
 // Why the kernels cannot run on this machine; empty when they can.

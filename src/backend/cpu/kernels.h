@@ -23,7 +23,8 @@ inline constexpr int kMassChunkBlocks = 128;        // blocks per call of mass_b
 inline constexpr int kAttendListRows = 128;         // rows of a chunk of listed rows, at most
 inline constexpr int kWeighChunkBlocks = 64;        // blocks per call of weigh_blocks, at most
 inline constexpr int kAttendDenseRows = 512;        // rows per call of attend_dense, at most
-inline constexpr int kSelectSlack = 16;  // elements that top_k may write beyond its candidates
+// Elements that top_k may write beyond its candidates, rank_keys and kth_key beyond their keys.
+inline constexpr int kSelectSlack = 16;
 
 struct PackCodesArgs {
   const float* x;       // [64][head_dim]

@@ -230,11 +230,12 @@ FATHOM_INLINE I32 KeysOf(const std::uint8_t* sums, F32 step, F32 base, F32 scale
 
 // Those of marked tokens, block by block: hardly a branch depends on the marks.
 std::int64_t KeysOfMarked(const RankKeysArgs& a) {
+  static_assert(kLanes <= kSelectSlack);  // a block without marks writes that many keys behind
   const F32 step = Set(static_cast<float>(1 << a.shift));
   const F32 scale = Set(a.scale);
   std::int64_t n = 0;
+  std::uint8_t marked[kBlockTokens + kMarksAtOnce] = {};
   for (std::int64_t b = 0; b < a.n; ++b) {
-    std::uint8_t marked[kBlockTokens + kMarksAtOnce];
     const int count = CompressBytes(a.marks[b], a.sums + b * kBlockTokens, marked);
     const F32 base = Set(static_cast<float>(a.base[b]));
     StoreInt(a.keys + n, KeysOf(marked, step, base, scale));

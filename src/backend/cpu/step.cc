@@ -1,7 +1,10 @@
 // SPDX-License-Identifier: MIT
 // The calls of a decode step, each in one parallel region: Rank, Attend and Weigh by themselves,
 // and all of them. What a region does is in ranker.h, attend_call.h and weigh_call.h.
+#include <algorithm>
 #include <cassert>
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <vector>
 
@@ -40,8 +43,15 @@ class RankAttendCall {
         attend_(kernels, attend_args_),
         weigh_args_{a.rank.head_dim, group_, a.n_blocks(), WeighHeads(a)},
         weigh_(kernels, weigh_args_, a.rank.heads.empty() ? 0 : a.rank.heads[0].rest_stride) {
-    // Room for the most rows; how many they are is known later.
     const RankArgs& r = a.rank;
+    assert(a.attend.size() == r.heads.size());
+    assert(!has_rest() || a.rest.size() == r.heads.size());
+    for (const RankHead& head : r.heads) {
+      assert(!has_rest() ||
+             (head.rest_stride == r.heads[0].rest_stride && head.rest_stride >= a.n_blocks()));
+      (void)head;
+    }
+    // Room for the most rows; how many they are is known later.
     const std::int64_t most =
         r.first + std::min(group_ * r.keep, r.last - r.first) + (r.n_tokens - r.last);
     for (AttendHead& head : a.attend) head.n_attended = most;
@@ -89,7 +99,7 @@ class RankAttendCall {
   static std::vector<WeighHead>& WeighHeads(const RankAttendArgs& a) {
     thread_local std::vector<WeighHead> heads;
     heads.clear();
-    for (std::size_t kv = 0; kv < a.rest.size(); ++kv) {
+    for (std::size_t kv = 0; a.rank.exp_scale != 0 && kv < a.rest.size(); ++kv) {
       const RestHead& head = a.rest[kv];
       heads.push_back(
           {head.means, head.mean, a.rank.heads[kv].rest, nullptr, head.rest, head.n_read});

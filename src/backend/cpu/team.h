@@ -3,8 +3,8 @@
 //
 // The OpenMP runtime counts arrivals in one place and calls the kernel at every barrier, which
 // takes 1.6 us with 16 threads; here every thread raises a flag of its own, thread 0 looks at all
-// of them and lets everyone go: .7 us. Threads spin, so this is for teams that have a processor for
-// each of them; others wait as the runtime does.
+// of them and lets everyone go: .7 us. Threads spin for a while and then sleep. Teams that have not
+// a processor for each thread wait as the runtime does.
 #pragma once
 
 #include <omp.h>
@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <new>
-#include <thread>
 
 #include "backend/cpu/scratch.h"
 
@@ -66,15 +65,19 @@ class Team {
   struct alignas(kCacheLine) Line {
     std::atomic<std::uint32_t> round{0};
   };
-  static constexpr int kSpins = 4096;  // tens of microseconds; then others may have the processor
+  // 10 to 60 us, by what a pause is: more than a phase lasts longer on one thread than on another,
+  // unless others use its processor. They shall have this one then, too.
+  static constexpr int kSpins = 1000;
 
+  // round goes to `value` and not beyond.
   static void Until(const std::atomic<std::uint32_t>& round, std::uint32_t value) {
-    for (int i = 0; round.load(std::memory_order_acquire) != value; ++i) {
-      if (i < kSpins) {
-        Pause();
-      } else {
-        std::this_thread::yield();
-      }
+    for (int i = 0; i < kSpins; ++i) {
+      if (round.load(std::memory_order_acquire) == value) return;
+      Pause();
+    }
+    std::uint32_t seen;
+    while ((seen = round.load(std::memory_order_acquire)) != value) {
+      round.wait(seen, std::memory_order_acquire);
     }
   }
   static void Pause() {
@@ -92,14 +95,17 @@ class Team {
     Line& go = lines_[threads_];
     Line& mine = lines_[thread];
     // Only this thread writes its line, thread 0 that of all.
+    // Stores are sequentially consistent so that whether anyone sleeps is asked after them.
     const std::uint32_t round = mine.round.load(std::memory_order_relaxed) + 1;
-    mine.round.store(round, std::memory_order_release);
+    mine.round.store(round);
     if (thread != 0) {
+      mine.round.notify_one();
       Until(go.round, round);
       return;
     }
     for (int i = 1; i < size; ++i) Until(lines_[i].round, round);
-    go.round.store(round, std::memory_order_release);
+    go.round.store(round);
+    go.round.notify_all();
   }
 
   const int threads_;

@@ -99,7 +99,7 @@ struct LazyLimits {
 void FindLazyLimits(const LazyLimits& args, cudaStream_t stream);
 
 // What the tokens that a list did not attend weigh, measured by its own sum of exp
-// (SparseMethod::MassOfRank and WeighRest). A rest of 1 is a token with score cut; its true score
+// (RestScale in backend/rest.h). A rest of 1 is a token with score cut; its true score
 // is cut + offset with an error of variance noise.
 struct RestMass {
   const float* rest;    // [n_lists][stride] mass of each block, in units of exp(cut), aligned to 16

@@ -19,7 +19,7 @@ inline std::int32_t WeighSplits(std::int32_t n_heads, std::int64_t n_blocks) {
   return static_cast<std::int32_t>(n < 1 ? 1 : n);
 }
 
-// How the result joins what was attended (SparseMethod::AddRest):
+// How the result joins what was attended (AddRest in backend/rest.h):
 //   out = (out + factor * unit * weighed) / (1 + factor * mass),
 // left alone where factor is 0 or an estimate is not finite. unit null: out is the result itself.
 struct AddRest {
