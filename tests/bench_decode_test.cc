@@ -73,7 +73,7 @@ TEST_F(BenchDecode, BadRequestsAreRefused) {
   ExpectError("-f text.txt", 2, {"--model"});
   ExpectError(kArguments + " --steps 0", 2, {"--steps"});
   ExpectError(kArguments + " --ctx 3z", 2, {"3z", "32k"});
-  ExpectError(kArguments + " --llama-flash no", 2, {"--llama-flash no", "both"});
+  ExpectError(kArguments + " --llama-flash no", 2, {"--llama-flash: no not in", "both"});
   ExpectError("-m nowhere.gguf -f text.txt", 1, {"nowhere.gguf"});
 }
 

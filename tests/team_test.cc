@@ -5,7 +5,6 @@
 #include <array>
 #include <atomic>
 #include <chrono>
-#include <memory>
 #include <thread>
 
 #include "backend/cpu/team.h"
@@ -19,13 +18,9 @@ class TeamTest : public testing::TestWithParam<bool> {
   // went on while another had not come.
   static int EarlyOnes(int threads, std::chrono::microseconds delay, bool spins) {
     constexpr int kRounds = 60;
-    const auto memory = std::make_unique<std::byte[]>(Team::Bytes(threads) + kCacheLine);
-    void* scratch = memory.get();
-    std::size_t space = Team::Bytes(threads) + kCacheLine;
-    std::align(kCacheLine, Team::Bytes(threads), scratch, space);
     std::array<std::atomic<int>, kRounds> came{};
     std::atomic<int> early = 0;
-    Team(threads, spins, static_cast<std::byte*>(scratch)).Run([&](const Team::Member& m) {
+    Team(threads, spins, Scratch::Take(Team::Bytes(threads))).Run([&](const Team::Member& m) {
       for (int round = 0; round < kRounds; ++round) {
         if (round % m.size() == m.thread()) std::this_thread::sleep_for(delay);
         ++came[static_cast<std::size_t>(round)];

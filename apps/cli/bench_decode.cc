@@ -9,7 +9,6 @@
 #include <cstdio>
 #include <memory>
 #include <nlohmann/json.hpp>
-#include <set>
 
 #include "bench.h"
 #include "bench_llama.h"
@@ -282,10 +281,6 @@ void PrintJson(const std::vector<Sample>& samples, const BenchOptions& options,
 
 int BenchDecode(const BenchOptions& options) {
   for (const std::string& spec : options.methods) ValidateMethodSpec(MethodSpec::Parse(spec));
-  if (!std::set<std::string>{"off", "on", "both"}.contains(options.llama_flash)) {
-    throw Error(ErrorCode::kUsage,
-                "--llama-flash " + options.llama_flash + ": use off, on or both");
-  }
   std::vector<std::int64_t> contexts = {kBaseContext};
   for (const std::string& text : options.contexts) contexts.push_back(ParseTokens(text));
   std::sort(contexts.begin(), contexts.end());
@@ -344,8 +339,8 @@ void AddBenchDecode(Command bench, int* exit_code) {
   decode
       .AddOption("--llama-flash", options->llama_flash,
                  "libllama's flash attention: off, on, or both one after the other")
-      .TypeName("NAME")
-      .ShowDefault();
+      .ShowDefault()
+      .OneOf({"off", "on", "both"});
   decode.AddFlag("--json", options->json, "print one JSON document");
   decode.OnRun([options, exit_code] { *exit_code = BenchDecode(*options); });
 }

@@ -393,9 +393,8 @@ constexpr const char* kNote =
     "scores of one layer's tokens for all query heads; read bits per token and KV head, of which "
     "GB/s is the rate;\nintegers: a byte for every token and query head in place of a score; "
     "kernels: those, made and dropped;\nbest k: the scan leaves the best k tokens of every query "
-    "head, as in a "
-    "decode step, and no scores; Mkeys/s: millions of tokens times KV heads;\nratio to exact "
-    "scores";
+    "head, as in a decode step, and no scores; Mkeys/s: millions of tokens times KV heads;\nratio "
+    "to exact scores";
 
 int BenchScan(const ScanOptions& options) {
   return RunBench("scan", options.request,

@@ -114,7 +114,8 @@ void Measure(const ScanTableInput& in, const ScanTable& table, int first, HeadWe
   for (double& means : w->means) means *= layout::MeanLimit(in.mean_bits);
 }
 
-// Rounds the weights of head `first` + lane at scale s; false when a part exceeds a byte.
+// Rounds the weights of a lane at scale s, of head `at` of the group; false when a part exceeds a
+// byte.
 bool Round(const HeadWeights& w, double s, std::size_t lane, std::size_t at, std::size_t group,
            ScanTable* table) {
   std::size_t i = 0;
@@ -145,7 +146,7 @@ double FillWeights(const HeadWeights& w, std::size_t lane, std::size_t at, std::
   return 2 * parts / s;
 }
 
-// Writes what is not of the means; returns what one step of T is worth. at: the head.
+// Writes what is not of the means; returns what one step of T is worth.
 double FillHead(const HeadWeights& w, std::size_t lane, std::size_t at, std::size_t group,
                 ScanTable* table) {
   const double u = FillWeights(w, lane, at, group, table);

@@ -2,11 +2,9 @@
 // Runs the scan kernels of the mean codec over ranges of blocks, for one thread.
 #pragma once
 
-#include <algorithm>
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
-#include <span>
 
 #include "backend/cpu/kernels.h"
 #include "backend/cpu/scratch.h"
@@ -31,17 +29,7 @@ class MeanScanner {
     std::int64_t base_stride;
   };
 
-  // Bytes of `plan` that a scanner of these tables needs.
-  static std::size_t PlanBytes(const KernelTable& kernels, std::span<const ScanTable> tables,
-                               std::int32_t group) {
-    std::size_t most = 0;
-    for (const ScanTable& t : tables) {
-      most = std::max(most, SumPlanBytes(kernels, t.plane.size(), group) +
-                                BasePlanBytes(kernels, t.channel.size(), group));
-    }
-    return most;
-  }
-  // The same of any tables.
+  // Bytes of `plan` that a scanner needs for any table.
   static std::size_t PlanBytes(const KernelTable& kernels, std::int32_t head_dim,
                                std::int32_t group) {
     const auto dim = static_cast<std::size_t>(head_dim);

@@ -105,10 +105,7 @@ void CpuBackend::Scan(const ScanArgs& a) const {
   const int team = Threads(n);
   const auto group = static_cast<std::size_t>(a.group);
   const std::size_t task_bytes = cpu::LineBytes<ScanTask>(static_cast<std::size_t>(n));
-  std::size_t plan_bytes = 0;
-  for (const ScanHead& head : a.heads) {
-    plan_bytes = std::max(plan_bytes, cpu::MeanScanner::PlanBytes(*kernels_, head.tables, a.group));
-  }
+  const std::size_t plan_bytes = cpu::MeanScanner::PlanBytes(*kernels_, a.head_dim, a.group);
   const std::size_t sum_bytes = group * static_cast<std::size_t>(kChunkTokens);
   const std::size_t base_bytes = cpu::LineBytes<std::int32_t>(group * cpu::kScanChunkBlocks);
   const std::size_t mine_bytes =

@@ -25,8 +25,7 @@ using Member = cpu::Team::Member;
 std::size_t Size(std::int64_t n) { return static_cast<std::size_t>(n); }
 
 void RunAttend(const cpu::AttendCall& call, const Member& m) {
-  const std::int64_t n = call.n_chunks();
-  call.Run(n * m.thread() / m.size(), n * (m.thread() + 1) / m.size());
+  call.Run(m.Begin(call.n_chunks()), m.End(call.n_chunks()));
   m.Wait();
   m.ForMine(call.n_query_heads(), [&](std::int64_t i) { call.Join(i); });
 }
@@ -58,16 +57,19 @@ class RankAttendCall {
   }
 
   std::size_t ScratchBytes() {
-    return ranker_.ScratchBytes() + attend_.ScratchBytes() +
-           (has_rest() ? weigh_.ScratchBytes() + SumsBytes() : 0);
+    return attend_.ScratchBytes() + (has_rest() ? weigh_.ScratchBytes() + SumsBytes() : 0) +
+           ranker_.ScratchBytes();
   }
   void UseScratch(std::byte* scratch) {
-    attend_scratch_ = scratch + ranker_.ScratchBytes();
+    attend_scratch_ = scratch;
+    scratch += attend_.ScratchBytes();
+    if (has_rest()) {
+      weigh_.UseScratch(scratch);
+      scratch += weigh_.ScratchBytes();
+      sums_ = reinterpret_cast<double*>(scratch);
+      scratch += SumsBytes();
+    }
     ranker_.UseScratch(scratch);
-    if (!has_rest()) return;
-    std::byte* weigh = attend_scratch_ + attend_.ScratchBytes();
-    weigh_.UseScratch(weigh);
-    sums_ = reinterpret_cast<double*>(weigh + weigh_.ScratchBytes());
   }
 
   void Run(const Member& m) {

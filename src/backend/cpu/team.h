@@ -28,11 +28,13 @@ class Team {
     // Returns when all members have called it; all that they wrote before is visible then. The
     // members call it equally often.
     void Wait() const { team_->Wait(thread_, size_); }
-    // fn(i) for this member's part of 0 .. n - 1, neighbours together.
+    // This member's part of 0 .. n - 1, neighbours together: Begin(n) .. End(n) - 1.
+    std::int64_t Begin(std::int64_t n) const { return n * thread_ / size_; }
+    std::int64_t End(std::int64_t n) const { return n * (thread_ + 1) / size_; }
+    // fn(i) for each of them.
     template <typename Fn>
     void ForMine(std::int64_t n, const Fn& fn) const {
-      const std::int64_t end = n * (thread_ + 1) / size_;
-      for (std::int64_t i = n * thread_ / size_; i < end; ++i) fn(i);
+      for (std::int64_t i = Begin(n); i < End(n); ++i) fn(i);
     }
 
    private:
